@@ -144,6 +144,20 @@ def stacks_in(name: str, module: nn.Module) -> Found:
     return list(_stacks(name, module, 3)) or list(_stacks(name, module, 2))
 
 
+def layers_in(name: str, module: nn.Module) -> Found:
+    """Return what lists of layers in a module hold: layers may all be of different classes."""
+    found: Found = []
+    for child_name, child in module.named_children():
+        path = f"{name}.{child_name}" if name else child_name
+        held = _called([(path, child)])
+        composed = sum(_composed(layer) for _, layer in held)
+        if isinstance(child, nn.ModuleList) and composed >= 2 and 2 * composed >= len(held):
+            found += held
+        else:
+            found += layers_in(path, child)
+    return found
+
+
 def stack_of(module: nn.Module) -> nn.Module | None:
     """Return the container in which a module is one block of a stack; None for a model with more blocks of its own.
 
@@ -202,7 +216,8 @@ def _largest(model: nn.Module) -> Found:
     """Return the largest modules with submodules; none if there are fewer than two."""
     name, module = "", model
     while not is_compiled(module):
-        children = [(f"{name}.{k}" if name else k, c) for k, c in module.named_children() if _composed(c)]
+        called = _called([(f"{name}.{k}" if name else k, c) for k, c in module.named_children()])
+        children = [(path, child) for path, child in called if _composed(child)]
         if len(children) != 1:
             least = LARGE_CHILD * _numbers(model)
             children.sort(key=lambda child: -_numbers(child[1]))

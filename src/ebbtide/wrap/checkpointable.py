@@ -4,10 +4,10 @@
 A second forward must compute the same values without side effects: see [Note: a second forward]. So some blocks are not
 checkpointed, and each of their tensors is decided instead: blocks called with a mutable object such as a key-value
 cache; blocks that change their own tensors in place (batch norm's running statistics, spectral norm's vectors) or a
-tensor, list or dictionary among their arguments; blocks that can reach a random generator or hold an iterator; and
-blocks with units of FSDP1, which a second forward finds and leaves in another state (torch 2.13). Changes
-are observed while blocks of the kind run; the first one is never checkpointed. Unobserved changes are found by
-comparison: see [Note: checked checkpoints].
+tensor among their arguments, or a list or dictionary there that has another name (see [Note: containers of a call]);
+blocks that can reach a random generator or hold an iterator; and blocks with units of FSDP1, which a second forward
+finds and leaves in another state (torch 2.13). Changes are observed while blocks of the kind run; the first one is
+never checkpointed. Unobserved changes are found by comparison: see [Note: checked checkpoints].
 """
 
 from __future__ import annotations
@@ -240,7 +240,9 @@ class Checkpointable:
         if run.jagged:
             self._refuse(kind, "create jagged tensors, whose sizes a second forward would name differently")
         leaves, spec = called.flatten()
-        if spec != called.spec or not inputs.same(leaves):
+        if (spec != called.spec or not inputs.same(leaves)) and not (
+            inputs.same(called.leaves) and _have_one_name(called.containers, state)
+        ):
             self._refuse(kind, "change their inputs, which a second forward would read changed")
         if kind not in self._refused:
             self._states.after(module, state)
@@ -361,6 +363,11 @@ def _is_value(x: Any) -> bool:
     if type(x) is frozenset:  # which no walk over the arguments opens: a tensor in it would go unnoticed
         return not any(isinstance(value, torch.Tensor) or not _is_value(value) for value in x)
     return isinstance(x, (FunctionType, BuiltinFunctionType)) and is_stateless(x)
+
+
+def _have_one_name(containers: Sequence[Any], state: State) -> bool:
+    """Whether a second forward may write copies of containers. See [Note: containers of a call]."""
+    return len(set(map(id, containers))) == len(containers) and not state.holds(containers)
 
 
 def _left_on(weights: Sequence[torch.Tensor]) -> list[Any]:

@@ -10,7 +10,7 @@ show what nodes saved (before 2.10) counts nothing: the coverage stays unknown, 
 
 [Note: blocks by what they save]
 If the blocks found by structure hold less than ``LOW_PERCENT`` of the saved bytes, modules outside that save more than
-``LARGE_SHARE`` of them become blocks from the second pass on; if the blocks were not a stack and still hold less, the
+``LARGE_SHARE`` of them, or the layers in these, become blocks from the second pass on; if the blocks were not a stack and still hold less, the
 model becomes one block. This is done once, and only in single-process training: ranks must have the same blocks, but
 their batches differ.
 """
@@ -37,7 +37,7 @@ from ebbtide.engine.slots import packed_in, readable
 from ebbtide.engine.stats import Coverage
 from ebbtide.engine.storages import plain_tensors, storage_key
 from ebbtide.engine.weights import is_parameter
-from ebbtide.wrap.blocks import ENTIRE_MODEL, blocks_of, entire_model, paths_in, stacks_in
+from ebbtide.wrap.blocks import ENTIRE_MODEL, blocks_of, entire_model, layers_in, paths_in, stacks_in
 from ebbtide.wrap.collectives import is_distributed
 from ebbtide.wrap.foreign_checkpoints import name_checkpoints
 from ebbtide.wrap.forward import encoder_layers, is_compiled, is_scripted
@@ -214,15 +214,22 @@ def _is_low(coverage: Coverage) -> bool:
 
 
 def _savers(model: nn.Module, blocks: list[nn.Module], coverage: Coverage) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the largest modules that hold no block and save a large share of the bytes; of a stack, its children."""
+    """Yield the largest modules that hold no block and save a large share of the bytes.
+
+    Of one that holds stacks, their blocks; of one whose lists of layers save most of its bytes, these layers: a module
+    that is one block is planned as a whole, and may not gain anything.
+    """
     inside, taken = {id(module) for module in blocks}, ""
     for path, module in _outside_of(model, blocks):
         holds_blocks = any(id(m) in inside for m in module.modules())
         if holds_blocks or (taken and path.startswith(taken)):
             continue
-        if _below(path, coverage.outside) >= LARGE_SHARE * coverage.total_bytes:
+        saved = _below(path, coverage.outside)
+        if saved >= LARGE_SHARE * coverage.total_bytes:
             taken = path + "."
-            yield from stacks_in(path, module) or [(path, module)]
+            layers = layers_in(path, module)
+            most = 2 * sum(_below(layer, coverage.outside) for layer, _ in layers) > saved
+            yield from stacks_in(path, module) or (layers if most else [(path, module)])
 
 
 def _below(path: str, outside: Mapping[str, int]) -> int:

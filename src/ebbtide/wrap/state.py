@@ -66,6 +66,7 @@ class State:
         self._objects: list[Any] = []
         self._attributes: list[Any] = []  # the dictionary of each object's attributes
         self._contents: Contents | None = None
+        self._copied: set[int] = set()  # ids of containers in whose place it has copies
         self.tensors: list[torch.Tensor] = []
         self.generators: list[Any] = [value for own in attributes for value in own.values() if _is_file(value)]
         self.large_arrays: list[Any] = []
@@ -157,6 +158,7 @@ class State:
             found = len(more)
         if not instead:
             return True
+        self._copied |= instead.keys()
         self.tensors = [instead.get(id(t), t) for t in self.tensors]
         self._held = [(instead.get(id(c), c), _exchanged(then, instead)) for c, then in self._held]
         self._contents = None
@@ -165,6 +167,11 @@ class State:
     def versioned(self) -> list[torch.Tensor]:
         """Return the tensors that have memory now, and a version."""
         return [t for t in self.tensors if (type(t) is nn.Parameter or not is_lazy(t)) and not t.is_inference()]
+
+    def holds(self, containers: Iterable[Any]) -> bool:
+        """Whether the modules reach any of these containers."""
+        ids = set(map(id, containers))
+        return not ids.isdisjoint(self._copied) or any(id(container) in ids for container, _ in self._held)
 
     def same(self) -> bool:
         """Whether all containers hold the same objects in the same order. Arrays are left out: see ``complete``."""

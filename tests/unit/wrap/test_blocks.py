@@ -167,6 +167,11 @@ def test_attributes_of_one_class_are_a_stack(model: nn.Module, expected: list[st
         pytest.param(Named(a=Mlp(), tiny=nn.Sequential(nn.Linear(2, 2))), ["a", "tiny"], id="at least two"),
         pytest.param(Named(inner=Named(core=Named(a=Mlp(), b=Mlp()))), ["inner.core.a", "inner.core.b"], id="deep"),
         pytest.param(Stack(Block()), ["layers.0.0", "layers.0.1"], id="one block"),
+        pytest.param(
+            Named(layers=nn.ModuleList([Mlp(), Attention(), Block()]), head=nn.Sequential(nn.Linear(2, 2))),
+            ["layers.0", "layers.1", "layers.2"],
+            id="layers of different classes",
+        ),
         pytest.param(nn.Linear(3, 3), ["(model)"], id="leaf"),
         pytest.param(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), ["(model)"], id="leaves"),
         pytest.param(Recurrent(), ["(model)"], id="a lone lstm"),

@@ -57,6 +57,26 @@ class Stem(nn.Module):
         return x
 
 
+class Unlike(nn.Module):
+    """A stack that is never called, and two layers of different classes, as in a model that can also read pictures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pictures = nn.ModuleList([Mlp(WIDTH), Mlp(WIDTH)])
+        self.text = nn.Module()
+        layers = nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, WIDTH)), Mlp(WIDTH)
+        self.text.layers, self.text.forward = nn.ModuleList(layers), self.read
+        self.head = nn.Linear(WIDTH, 7)
+
+    def read(self, x: Tensor) -> Tensor:
+        for layer in self.text.layers:  # type: ignore[union-attr]
+            x = layer(x)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.text(x))
+
+
 class Bypassed(nn.Module):
     """Its largest children are never called."""
 
@@ -163,6 +183,19 @@ def test_modules_that_save_most_become_blocks(policy: str, caplog: pytest.LogCap
         assert_nothing_left(handle._engine)
     assert caplog.messages.count("blocks hold 100 % of what autograd saves") == 1
     assert not any(isinstance(v, StandIn) for m in model.modules() for v in vars(m).values())
+
+
+@needs_slots
+@pytest.mark.parametrize("policy", POLICIES)
+def test_layers_of_different_classes_become_a_block_each(policy: str) -> None:
+    model, x = Unlike(), torch.randn(200, WIDTH)
+    expected = grads(model, x)
+    with enable(model, policy) as handle:
+        assert handle._attachment.block_names == ["pictures.0", "pictures.1"]
+        for _ in range(4):
+            assert all(map(same_bits, grads(model, x), expected))
+        assert handle._attachment.block_names[2:] == ["text.layers.0", "text.layers.1"]
+        assert_nothing_left(handle._engine)
 
 
 @needs_slots
