@@ -37,7 +37,7 @@ from ebbtide.engine.slots import packed_in, readable
 from ebbtide.engine.stats import Coverage
 from ebbtide.engine.storages import plain_tensors, storage_key
 from ebbtide.engine.weights import is_parameter
-from ebbtide.wrap.blocks import ENTIRE_MODEL, blocks_of, entire_model, paths_in, stacks_in
+from ebbtide.wrap.blocks import ENTIRE_MODEL, blocks_of, entire_model, has_forward, paths_in, stacks_in
 from ebbtide.wrap.collectives import is_distributed
 from ebbtide.wrap.foreign_checkpoints import name_checkpoints
 from ebbtide.wrap.forward import encoder_layers, is_compiled, is_scripted
@@ -220,9 +220,10 @@ def _savers(model: nn.Module, blocks: list[nn.Module], coverage: Coverage) -> It
         holds_blocks = any(id(m) in inside for m in module.modules())
         if holds_blocks or (taken and path.startswith(taken)):
             continue
-        if _below(path, coverage.outside) >= LARGE_SHARE * coverage.total_bytes:
+        found = stacks_in(path, module) or ([(path, module)] if has_forward(module) else [])
+        if found and _below(path, coverage.outside) >= LARGE_SHARE * coverage.total_bytes:
             taken = path + "."
-            yield from stacks_in(path, module) or [(path, module)]
+            yield from found
 
 
 def _below(path: str, outside: Mapping[str, int]) -> int:
