@@ -21,6 +21,7 @@ SHAPES = {
     "released": ["Layers"],
     "released_each": ["Layers"],
     "adversaries": ["Layers", "Layers"],
+    "passed": ["Layers", "Layers"],
     "outer": ["Layers", "Sequential"],
     "compiled": ["Layers"],
     "compiled_step": ["Layers"],

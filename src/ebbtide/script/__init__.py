@@ -10,7 +10,9 @@ When a model is called, it has its adapters, its wrappers (DDP, FSDP, ``accelera
 device. No earlier event guarantees this: scripts apply DDP before or after making the optimizer, and trainers inside
 ``train()``. The trained model is the one whose parameters an optimizer holds; a teacher, reference or reward model has
 none there, whatever its ``requires_grad``. So the switch acts on the first call, with gradients, of an outermost module
-that has parameters of an optimizer, before its forward: a model that does not fit would never reach a second step.
+that has parameters of an optimizer, before its forward: a model that does not fit would never reach a second step. A
+frozen model that reads what a switched one computed, such as the U-Net behind a ControlNet, saves as much as if it were
+trained, and is switched as well.
 *Outermost* modules are called by the script itself, not inside another module's call. Several models (GAN, text encoder
 and transformer) are switched one by one. A single layer without submodules, such as an embedding that the script calls
 first, is not switched. A script may call the blocks of a model one by one, as Lightning's ``training_step`` and other

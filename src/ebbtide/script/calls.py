@@ -36,12 +36,14 @@ class OutermostCalls:
     """Reports each outermost call of a module before it begins.
 
     Args:
-        report: Called with the module.
+        report: Called with the module, its arguments and its keyword arguments.
         traced: Called when a call is compiled into surrounding code.
         name: The method that is replaced.
     """
 
-    def __init__(self, report: Callable[[nn.Module], None], traced: Callable[[], None], name: str = _CALL) -> None:
+    def __init__(
+        self, report: Callable[[nn.Module, Any, Any], None], traced: Callable[[], None], name: str = _CALL
+    ) -> None:
         self._report, self._traced, self._name = report, traced, name
         self._looking = self._was_called = False
         self._thread, self._threads = threading.local(), set[int]()
@@ -112,7 +114,7 @@ class OutermostCalls:
         if held is ours:  # neither the layers nor Dynamo see it
             self._hold(behind)
         try:
-            self._report(module)
+            self._report(module, args, kwargs)
             return call(module, *args, **kwargs)
         finally:
             self._thread.inside = False

@@ -22,6 +22,7 @@ from ebbtide.script.calls import OutermostCalls
 from ebbtide.script.request import Request
 from ebbtide.script.steps import ScriptSteps
 from ebbtide.wrap.blocks import stack_of, stacks_in
+from ebbtide.wrap.coverage import tensors_in
 from ebbtide.wrap.forward import in_backward
 
 MOST_MODELS = 4
@@ -72,13 +73,15 @@ class ScriptSwitch:
         register_optimizer_step_post_hook(untraced(lambda optimizer, *_: self._step_ends(optimizer)))
         self._note_once("torch")
 
-    def _outermost_call(self, module: nn.Module) -> None:
-        """Switch a module that is about to be called, if it is a trained model."""
+    def _outermost_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Switch a module that is about to be called, if it is a trained model or gradients pass through it."""
         if module in self._inside or not torch.is_grad_enabled() or in_backward():
             return
         if self._process not in (None, os.getpid()):
             return
-        if not any(True for _ in module.children()) or not self._is_held(module):
+        if not any(True for _ in module.children()):
+            return
+        if not self._is_held(module) and not self._is_passed(module, args, kwargs):
             return
         called = [module]
         if (stack := stack_of(module)) is not None:  # called one by one: see [Note: where a script is switched]
@@ -125,6 +128,11 @@ class ScriptSwitch:
         """Whether an optimizer holds parameters of a module."""
         held = set(map(id, self._held()))
         return any(id(parameter) in held for parameter in module.parameters() if parameter.requires_grad)
+
+    def _is_passed(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a frozen model saves tensors for gradients that pass through it to a switched model."""
+        computed = self._switched and any(t.requires_grad and not t.is_leaf for t in tensors_in((args, kwargs)))
+        return bool(computed) and any(True for _ in module.parameters())
 
     def _held(self) -> list[nn.Parameter]:
         """Return the parameters of all optimizers."""

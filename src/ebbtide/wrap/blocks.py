@@ -1,11 +1,14 @@
 """Finding blocks by structure.
 
 [Note: blocks]
-A *stack* is a container whose children are mostly of one class and have submodules; its children are the blocks. A list
-of lists, such as the stages of a hierarchy, is one stack. Attributes of one class whose names differ only in a number
-(``layer1``, ``layer2``) are a stack, too. Stacks inside a block are ignored, so a transformer layer is a block and its
-experts are not. If nothing repeats, the largest modules with submodules are the blocks; if there are fewer than two (a
-lone LSTM, a few linear layers), the model is one block. Class names are never used, so unknown models work, too.
+A *stack* is a container whose children are mostly of one class and have submodules; its children are the blocks.
+Attributes of one class whose names differ only in a number (``layer1``, ``layer2``) are a stack, too. Stacks inside a
+block are ignored, so a transformer layer is a block and its experts are not. If nothing repeats, the largest modules
+with submodules are the blocks; if there are fewer than two (a lone LSTM, a few linear layers), the model is one block.
+Class names are never used, so unknown models work, too.
+
+A module without a forward, such as a list, or the bare ``nn.Module()`` that holds a stage of many autoencoders, is
+never called, so it is no block: what it holds is looked at in its place. A list of stages of layers is thus one stack.
 
 Parameter counts are ignored: in convolutional networks the small stacks save the most activations. The blocks' share of
 the bytes that autograd saves is measured in the first pass: see [Note: coverage].
@@ -186,13 +189,18 @@ def _stacks(name: str, module: nn.Module, least: int) -> Iterator[tuple[str, nn.
 
 
 def _called(children: Found) -> Found:
-    """Return modules, with lists of modules, which have no forward, replaced by what they hold."""
+    """Return modules, with those that have no forward replaced by what they hold."""
     found: Found = []
     for path, child in children:
-        listed = isinstance(child, _CONTAINERS) and type(child).forward is nn.Module.forward
-        held = [(f"{path}.{k}", c) for k, c in child.named_children()] if listed else []
-        found += _called(held) if listed else [(path, child)]
+        held = [(f"{path}.{k}", c) for k, c in child.named_children()]
+        found += [(path, child)] if has_forward(child) else _called(held)
     return found
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module has a forward of its own, so that it may be called."""
+    classes = type(module).__mro__  # looked up without ``getattr``, which runs TorchScript's descriptor
+    return "forward" in vars(module) or any("forward" in vars(c) for c in classes[: classes.index(nn.Module)])
 
 
 def _is_stack(children: list[nn.Module]) -> bool:
@@ -207,7 +215,8 @@ def _numbered(children: Found, least: int) -> list[str]:
     groups: dict[tuple[str, str], Found] = {}
     for path, child in children:
         match = _NUMBERED.fullmatch(path)
-        if match and _composed(child) and _kind(child) not in {c.__name__ for c in _CONTAINERS}:
+        contained = _kind(child) in {c.__name__ for c in _CONTAINERS} or not has_forward(child)
+        if match and _composed(child) and not contained:
             groups.setdefault((match[1], _kind(child)), []).append((path, child))
     return [path for group in groups.values() if len(group) >= least for path, _ in group]
 
@@ -216,8 +225,8 @@ def _largest(model: nn.Module) -> Found:
     """Return the largest modules with submodules; none if there are fewer than two."""
     name, module = "", model
     while not is_compiled(module):
-        called = _called([(f"{name}.{k}" if name else k, c) for k, c in module.named_children()])
-        children = [(path, child) for path, child in called if _composed(child)]
+        children = _called([(f"{name}.{k}" if name else k, c) for k, c in module.named_children()])
+        children = [(n, c) for n, c in children if _composed(c)]
         if len(children) != 1:
             least = LARGE_CHILD * _numbers(model)
             children.sort(key=lambda child: -_numbers(child[1]))
@@ -252,7 +261,7 @@ def _by_globs(model: nn.Module, globs: Sequence[str]) -> list[tuple[str, nn.Modu
             )
         found.update({n: names[n] for n in matches})
     outermost = [n for n in found if not any(n.startswith(o + ".") for o in found)]
-    return [(n, names[n]) for n in names if n in outermost]
+    return _called([(n, names[n]) for n in names if n in outermost])
 
 
 def paths_in(model: nn.Module) -> dict[nn.Module, str]:

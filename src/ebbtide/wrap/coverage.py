@@ -10,9 +10,9 @@ show what nodes saved (before 2.10) counts nothing: the coverage stays unknown, 
 
 [Note: blocks by what they save]
 If the blocks found by structure hold less than ``LOW_PERCENT`` of the saved bytes, modules outside that save more than
-``LARGE_SHARE`` of them, or the layers in these, become blocks from the second pass on; if the blocks were not a stack and still hold less, the
-model becomes one block. This is done once, and only in single-process training: ranks must have the same blocks, but
-their batches differ.
+``LARGE_SHARE`` of them, or the layers in these, become blocks from the second pass on; if the blocks were not a stack
+and still hold less, the model becomes one block. This is done once, and only in single-process training: ranks must
+have the same blocks, but their batches differ.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ebbtide.engine.slots import packed_in, readable
 from ebbtide.engine.stats import Coverage
 from ebbtide.engine.storages import plain_tensors, storage_key
 from ebbtide.engine.weights import is_parameter
-from ebbtide.wrap.blocks import ENTIRE_MODEL, blocks_of, entire_model, layers_in, paths_in, stacks_in
+from ebbtide.wrap.blocks import ENTIRE_MODEL, blocks_of, entire_model, has_forward, layers_in, paths_in, stacks_in
 from ebbtide.wrap.collectives import is_distributed
 from ebbtide.wrap.foreign_checkpoints import name_checkpoints
 from ebbtide.wrap.forward import encoder_layers, is_compiled, is_scripted
@@ -225,11 +225,14 @@ def _savers(model: nn.Module, blocks: list[nn.Module], coverage: Coverage) -> It
         if holds_blocks or (taken and path.startswith(taken)):
             continue
         saved = _below(path, coverage.outside)
-        if saved >= LARGE_SHARE * coverage.total_bytes:
+        if saved < LARGE_SHARE * coverage.total_bytes:
+            continue
+        layers = layers_in(path, module)
+        most = 2 * sum(_below(layer, coverage.outside) for layer, _ in layers) > saved
+        whole = [(path, module)] if has_forward(module) else []
+        if found := stacks_in(path, module) or (layers if most else whole):
             taken = path + "."
-            layers = layers_in(path, module)
-            most = 2 * sum(_below(layer, coverage.outside) for layer, _ in layers) > saved
-            yield from stacks_in(path, module) or (layers if most else [(path, module)])
+            yield from found
 
 
 def _below(path: str, outside: Mapping[str, int]) -> int:

@@ -296,6 +296,18 @@ def adversaries():
         second.step()
 
 
+def passed():
+    """A frozen model reads what the trained one made, as the U-Net behind a ControlNet; a teacher does not."""
+    frozen, model = Layers().requires_grad_(False), Layers(32)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in batches():
+        target = frozen(x)
+        made = model(x)
+        (frozen(made) - target).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def outer():
     """The encoder is called by itself before the whole model is."""
     inner = Layers(32)

@@ -35,7 +35,7 @@ def calls() -> Generator[tuple[OutermostCalls, list[nn.Module]], None, None]:
     """Report calls; torch's own are restored."""
     own = {name: vars(nn.Module)[name] for name in ("__call__", "_call_impl")}
     reported: list[nn.Module] = []
-    found = OutermostCalls(reported.append, lambda: None)
+    found = OutermostCalls(lambda module, *_: reported.append(module), lambda: None)
     yield found, reported
     for name, call in own.items():
         setattr(nn.Module, name, call)

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import ebbtide
 from ebbtide.base.errors import BlocksError
 from ebbtide.wrap import find_blocks
-from ebbtide.wrap.blocks import paths_in
+from ebbtide.wrap.blocks import has_forward, paths_in
 from tests.helpers.models import TRANSFORMERS, WIDTH, Attention, Block, Conv, Mlp, Recurrent, Stack, build
 
 
@@ -27,6 +27,9 @@ class Named(nn.Module):
         super().__init__()
         for name, part in parts.items():
             self.add_module(name, part)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
 
 
 class Down(Named):
@@ -106,12 +109,62 @@ class Silent(nn.Module):
         super().__init__()
         self.dropout = nn.Dropout(0.1)
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dropout(x)
+
 
 def test_a_list_of_lists_is_one_stack() -> None:
     """A list has no forward: as a block it would offload nothing. PVT, GLPN, PoolFormer and Florence-2 are such."""
     stages = nn.ModuleList([nn.ModuleList([Block()]), nn.ModuleList([Block(), Block()])])
     model = Named(embeddings=nn.ModuleList([Conv(), Conv()]), block=stages)
     assert names(model) == ["embeddings.0", "embeddings.1", "block.0.0", "block.1.0", "block.1.1"]
+
+
+def bare(**parts: nn.Module) -> nn.Module:
+    """A module without a forward, as autoencoders make for their stages."""
+    module = nn.Module()
+    for name, part in parts.items():
+        module.add_module(name, part)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        pytest.param(
+            Named(
+                down=nn.ModuleList(
+                    bare(block=nn.ModuleList([Conv(), Conv()]), attn=nn.ModuleList(), downsample=nn.Conv2d(3, 3, 3))
+                    for _ in range(2)
+                ),
+                mid=bare(block_1=Conv(), attn_1=Attention(), block_2=Conv()),
+            ),
+            ["down.0.block.0", "down.0.block.1", "down.0.downsample", "down.1.block.0", "down.1.block.1"]
+            + ["down.1.downsample"],
+            id="stages",
+        ),
+        pytest.param(
+            Named(down1=bare(a=Mlp(), b=Mlp()), down2=bare(a=Mlp(), b=Mlp()), down3=bare(a=Mlp(), b=Mlp())),
+            ["down1.a", "down1.b", "down2.a", "down2.b", "down3.a", "down3.b"],
+            id="attributes",
+        ),
+        pytest.param(
+            Named(joint=nn.ModuleList([Conv()]), single=nn.ModuleList([Mlp()])),
+            ["joint.0", "single.0"],
+            id="the largest",
+        ),
+    ],
+)  # fmt: skip
+def test_a_module_without_a_forward_is_no_block(model: nn.Module, expected: list[str]) -> None:
+    """It is never called: as a block it would offload nothing. Autoencoders of latent diffusion have such stages."""
+    assert names(model) == expected
+    assert all(has_forward(module) for module, _ in find_blocks(model))
+
+
+def test_a_path_to_a_module_without_a_forward_names_what_it_holds() -> None:
+    model = Named(down=nn.ModuleList([bare(a=Conv(), b=Mlp()), bare(a=Conv(), b=Mlp())]))
+    assert names(model, "down.1") == ["down.1.a", "down.1.b"]
+    assert names(model, "down") == ["down.0.a", "down.0.b", "down.1.a", "down.1.b"]
 
 
 def test_few_parameters_do_not_keep_a_stack_from_being_one() -> None:
@@ -201,7 +254,7 @@ def test_a_model_without_parameters_says_so(model: nn.Module) -> None:
         (["layers.1"], ["layers.1"]),
         (["layers.[02]"], ["layers.0", "layers.2"]),
         (["layers.2", "layers.0"], ["layers.0", "layers.2"]),
-        (["*"], ["layers"]),
+        (["*"], ["layers.0", "layers.1", "layers.2"]),
         (["layers.0", "layers.0.*"], ["layers.0"]),
         (["layers.*.0", "layers.1"], ["layers.0.0", "layers.1", "layers.2.0"]),
     ],

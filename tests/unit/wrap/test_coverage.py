@@ -77,6 +77,23 @@ class Unlike(nn.Module):
         return self.head(self.text(x))
 
 
+class Bare(nn.Module):
+    """Most bytes are saved in a module without a forward, which is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mid = nn.Module()
+        self.mid.first = nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
+        self.mid.last = nn.Linear(64, WIDTH)
+        self.layers = nn.ModuleList([Mlp(WIDTH), Mlp(WIDTH)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.mid.last(self.mid.first(x))[::20]  # pyright: ignore[reportCallIssue]
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
 class Bypassed(nn.Module):
     """Its largest children are never called."""
 
@@ -183,6 +200,17 @@ def test_modules_that_save_most_become_blocks(policy: str, caplog: pytest.LogCap
         assert_nothing_left(handle._engine)
     assert caplog.messages.count("blocks hold 100 % of what autograd saves") == 1
     assert not any(isinstance(v, StandIn) for m in model.modules() for v in vars(m).values())
+
+
+@needs_slots
+def test_a_module_without_a_forward_becomes_no_block() -> None:
+    model, x = Bare(), torch.randn(200, WIDTH)
+    expected = grads(model, x)
+    with enable(model, "offload") as handle:
+        for _ in range(3):
+            assert all(map(same_bits, grads(model, x), expected))
+        assert handle._attachment.block_names == ["layers.0", "layers.1", "mid.first", "mid.last"]
+        assert handle.stats().coverage_percent == 100.0
 
 
 @needs_slots
