@@ -10,9 +10,9 @@ show what nodes saved (before 2.10) counts nothing: the coverage stays unknown, 
 
 [Note: blocks by what they save]
 If the blocks found by structure hold less than ``LOW_PERCENT`` of the saved bytes, modules outside that save more than
-``LARGE_SHARE`` of them, or the layers in these, become blocks from the second pass on; if the blocks were not a stack and still hold less, the
-model becomes one block. This is done once, and only in single-process training: ranks must have the same blocks, but
-their batches differ.
+``LARGE_SHARE`` of them, or the layers in these, become blocks from the second pass on; if the blocks were not a stack
+and still hold less, the model becomes one block. This is done once, and only in single-process training: ranks must
+have the same blocks, but their batches differ.
 """
 
 from __future__ import annotations
