@@ -357,11 +357,13 @@ class AutoPlan(Explained):
         self._bus.emit("plan", **self._plan_fields(), predicted=asdict(self.table.predicted))
         if judgement.kept_because is KeptBecause.GAINS_NOTHING and not self._warned:
             self._warned = True
-            limit = self._policy.max_slowdown
+            limit, lone = self._policy.max_slowdown, len(solution.profile.blocks) == 1
             hint = "use policy 'minimal', which has the memory of checkpointing"
             if self._own_checkpoints:
                 hint = "switch the model's own checkpointing off"
-            if limit < 1:
+            elif lone:
+                hint = "backward needs all of the one block that ran at once; name smaller ones: blocks=[...]"
+            if limit < 1 and not lone:
                 hint += f", or use a larger limit: policy=ebbtide.Auto(max_slowdown={min(2 * limit or 0.05, 1):g})"
             logger.warning("Auto keeps everything: no plan saves memory within max_slowdown=%g; hint: %s", limit, hint)
         if not judgement.known and not self._warned:

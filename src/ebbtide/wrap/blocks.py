@@ -148,13 +148,12 @@ def stacks_in(name: str, module: nn.Module) -> Found:
 
 
 def layers_in(name: str, module: nn.Module) -> Found:
-    """Return what lists of layers in a module hold: layers may all be of different classes."""
+    """Return what lists of layers in a module hold: all may be of different classes, or there is one, called often."""
     found: Found = []
     for child_name, child in module.named_children():
         path = f"{name}.{child_name}" if name else child_name
         held = _called([(path, child)])
-        composed = sum(_composed(layer) for _, layer in held)
-        if isinstance(child, nn.ModuleList) and composed >= 2 and 2 * composed >= len(held):
+        if isinstance(child, nn.ModuleList) and 2 * sum(_composed(layer) for _, layer in held) >= len(held) > 0:
             found += held
         else:
             found += layers_in(path, child)
@@ -230,10 +229,17 @@ def _largest(model: nn.Module) -> Found:
         if len(children) != 1:
             least = LARGE_CHILD * _numbers(model)
             children.sort(key=lambda child: -_numbers(child[1]))
-            large = {path for path, child in children[2:] if _numbers(child) >= least} | {p for p, _ in children[:2]}
-            return [(n, m) for n, m in model.named_modules() if n in large] if len(large) > 1 else []
+            large = children[:2] + [(path, child) for path, child in children[2:] if _numbers(child) >= least]
+            chosen = {layer for path, child in large for layer, _ in _layers_of(path, child)}
+            return [(n, m) for n, m in model.named_modules() if n in chosen] if len(large) > 1 else []
         ((name, module),) = children
     return []
+
+
+def _layers_of(path: str, module: nn.Module) -> Found:
+    """Return the layers in a module if they have most of its weights, else the module."""
+    layers = layers_in(path, module)
+    return layers if 2 * sum(_numbers(layer) for _, layer in layers) > _numbers(module) else [(path, module)]
 
 
 def _composed(module: nn.Module) -> bool:

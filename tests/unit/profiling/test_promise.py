@@ -414,6 +414,14 @@ def test_a_larger_limit_is_advised_only_if_there_is_one(caplog: pytest.LogCaptur
     assert second.endswith("use policy 'minimal', which has the memory of checkpointing")
 
 
+def test_of_a_lone_block_smaller_ones_are_advised(caplog: pytest.LogCaptureFixture) -> None:
+    plan = AutoPlan(Auto(max_slowdown=0.6), tier(), None, Bus())
+    for _ in range(3):
+        plan.saw_step(replace(step(), blocks=step().blocks[:1]))
+    (warning,) = (line for line in caplog.messages if "Auto keeps everything" in line)
+    assert warning.endswith("name smaller ones: blocks=[...]")
+
+
 def test_without_memory_for_more_the_plan_stays_and_a_warning_says_so(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -225,6 +225,16 @@ def test_attributes_of_one_class_are_a_stack(model: nn.Module, expected: list[st
             ["layers.0", "layers.1", "layers.2"],
             id="layers of different classes",
         ),
+        pytest.param(
+            Named(body=Named(embed=nn.Linear(WIDTH, 4), layers=nn.ModuleList([Block()])), head=Mlp(4)),
+            ["body.layers.0", "head"],
+            id="one layer that may be called often",
+        ),
+        pytest.param(
+            Named(body=Named(embed=nn.Sequential(nn.Linear(WIDTH, 999)), layers=nn.ModuleList([Block()])), head=Mlp(4)),
+            ["body", "head"],
+            id="one small layer",
+        ),
         pytest.param(nn.Linear(3, 3), ["(model)"], id="leaf"),
         pytest.param(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), ["(model)"], id="leaves"),
         pytest.param(Recurrent(), ["(model)"], id="a lone lstm"),

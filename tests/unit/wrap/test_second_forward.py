@@ -63,6 +63,20 @@ def test_the_case_itself() -> None:
     check_checkpointed(blocks, squares)
 
 
+class Looped(Stack):
+    """Calls its layers several times, as ALBERT does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = super().forward(x)
+        return x
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_layers_that_are_called_several_times(verify: bool) -> None:
+    check_checkpointed(lambda: sgd(Looped(Block(), Block())), squares, count=6, verify=verify)
+
+
 def test_functional_calls_with_other_weights() -> None:
     @step_of
     def step(model: Any) -> Tensor:
