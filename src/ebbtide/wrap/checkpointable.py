@@ -302,7 +302,8 @@ class Checkpointable:
             name = type(changeable).__name__
             cache = "Cache" in name
             what = f"key-value cache ({name})" if cache else name
-            hint = "; hint: model.config.get_text_config().use_cache = False" if cache else ""
+            off = "; hint: model.config.get_text_config().use_cache = False (prefix tuning always passes a cache)"
+            hint = off if cache else ""
             self._refuse(kind, f"take a {what}, which a second forward would read changed", hint)
         if any(map(torch.is_inference, called.tensors)):
             return False  # autograd does not save them
