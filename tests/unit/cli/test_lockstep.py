@@ -26,7 +26,7 @@ GIB = 1 << 30
 class Round:
     """A round of children; ``said`` is the printed text, ``log`` the children's output."""
 
-    def __init__(self, folder, *, steps=4, failing="", ended=None, alone=None, small_bytes=0):
+    def __init__(self, folder, *, steps=4, failing="", ended=None, alone=None, small_bytes=0, free_bytes=1 << 50):
         self.folder, self.file, self.outcomes = folder, io.StringIO(), {}
         console = Console(file=self.file, width=300, markup=False, highlight=False, soft_wrap=True)
 
@@ -38,6 +38,7 @@ class Round:
         self.reasons = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("ebbtide.store.pages.small_free_bytes", lambda: small_bytes)
+            patch.setattr(share_module, "free_memory_bytes", lambda: free_bytes)
             self.alone = run_round(
                 "round 1",
                 list(FACTORS),
@@ -84,11 +85,11 @@ def test_a_drifting_machine_is_not_counted_as_a_modes_cost(stepped):
 
 def test_memory_is_sampled_only_while_a_run_takes_its_step(stepped):
     """A sampler takes time, which would be charged to the running process."""
-    ends = {mode: [e["t"] for e in read_events(stepped.folder / mode / "run.jsonl") if e["event"] == "wait"]
-            for mode in FACTORS}  # fmt: skip
+    records = {mode: read_events(stepped.folder / mode / "run.jsonl") for mode in FACTORS}
+    ends = {mode: [e["t"] for e in records[mode] if e["event"] == "wait"] for mode in FACTORS}
     sampled = [e["t"] for e in read_events(stepped.folder / "plain" / "outside.jsonl")]
     assert len(sampled) > 4
-    others = [(ends["plain"][0] + 0.5, ends["ebbtide"][0])]
+    others = [(records["checkpointing"][0]["t"], ends["ebbtide"][0])]  # the second run is started after the first step
     assert all(end > begin for begin, end in others)
     assert not [t for t in sampled for begin, end in others if begin < t < end]
 
@@ -110,9 +111,8 @@ def test_a_step_that_all_have_taken_is_a_line(stepped):
 
 
 @pytest.mark.slow
-def test_without_memory_for_all_they_follow_one_another(tmp_path, monkeypatch):
-    monkeypatch.setattr(share_module, "free_memory_bytes", lambda: 0)
-    alone = Round(tmp_path)
+def test_without_memory_for_all_they_follow_one_another(tmp_path):
+    alone = Round(tmp_path, free_bytes=0)
     assert alone.steps == [(mode, edge, step) for mode in FACTORS for step in range(1, 5) for edge in ("begin", "end")]
     assert alone.alone
     assert len(alone.reasons) == 1 and "3 at once need" in alone.reasons[0] and "0 B are free" in alone.reasons[0]

@@ -30,8 +30,8 @@ def entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[CheckpointE
 
 def finished(ahead: ReadAhead) -> None:
     with ahead:
-        while any(t.name == "ebbtide-load-ahead" for t in threading.enumerate()):
-            next(t for t in threading.enumerate() if t.name == "ebbtide-load-ahead").join()
+        for thread in [t for t in threading.enumerate() if t.name == "ebbtide-load-ahead"]:
+            thread.join()
 
 
 def noting(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
