@@ -4,9 +4,10 @@
 Tensors saved inside blocks are counted in the pack hook. Tensors saved outside are read from the graph, once, after the
 first forward with gradients: every node reachable from the outputs exposes its saved tensors. No hooks are opened for
 this, because any hook, even the identity, changes autograd's checks and lifetimes. A node's sequence number identifies
-the module that saved a tensor: in this pass, module hooks record the numbers at the start and end of each forward. Not
-counted are tensors already freed by backward, and nodes of C++ extensions, which expose none. A torch that does not
-show what nodes saved (before 2.10) counts nothing: the coverage stays unknown, and no block is chosen by it.
+the module that saved a tensor: in this pass, module hooks record the numbers at the start and end of each forward.
+Nodes with lower numbers are those of another model, which computed this one's inputs. Not counted are tensors already
+freed by backward, and nodes of C++ extensions, which expose none. A torch that does not show what nodes saved (before
+2.10) counts nothing: the coverage stays unknown, and no block is chosen by it.
 
 [Note: blocks by what they save]
 If the blocks found by structure hold less than ``LOW_PERCENT`` of the saved bytes, modules outside that save more than
@@ -83,7 +84,7 @@ class Watch:
             output = forward(*args, **kwargs)
         finally:
             marks.remove()
-        self._outside = _outside_bytes(output, self._engine, marks.path_at)
+        self._outside = _outside_bytes(output, self._engine, marks)
         return output
 
     def pass_ends(self, blocks: Blocks, before: Block | None = None) -> Blocks | None:
@@ -158,7 +159,7 @@ class _Marks:
     """Records autograd's sequence numbers at the start and end of modules outside of the blocks."""
 
     def __init__(self) -> None:
-        self._numbers: list[int] = [0]
+        self._numbers: list[int] = [_next_number()]
         self._paths: list[str] = [""]
         self._running: list[str] = [""]
         self._undo: list[Callable[[], None]] = []
@@ -172,6 +173,11 @@ class _Marks:
                 before = module.register_forward_pre_hook(ModuleHook(self._entered, path))
                 after = module.register_forward_hook(ModuleHook(self._left))
                 self._undo += [before.remove, after.remove]
+
+    @property
+    def began(self) -> int:
+        """The sequence number of the first node that the model's forward makes."""
+        return self._numbers[0]
 
     def path_at(self, number: int) -> str:
         """Return the path of the innermost module that ran when a node of this sequence number was made."""
@@ -193,8 +199,12 @@ class _Marks:
             self._mark()
 
     def _mark(self) -> None:
-        self._numbers.append(torch._C._autograd._get_sequence_nr())  # pyright: ignore[reportAttributeAccessIssue]
+        self._numbers.append(_next_number())
         self._paths.append(self._running[-1])
+
+
+def _next_number() -> int:
+    return torch._C._autograd._get_sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _outside_of(model: nn.Module, blocks: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
@@ -240,8 +250,8 @@ def _below(path: str, outside: Mapping[str, int]) -> int:
     return sum(n for p, n in outside.items() if p == path or p.startswith(path + "."))
 
 
-def _outside_bytes(output: Any, engine: Engine, path_at: Callable[[int], str]) -> Counter[str]:
-    """Return module → bytes of the distinct storages in a graph that no block saved."""
+def _outside_bytes(output: Any, engine: Engine, marks: _Marks) -> Counter[str]:
+    """Return module → bytes of the distinct storages in a forward's graph that no block saved."""
     found: Counter[str] = Counter()
     counted: dict[int, torch.UntypedStorage] = {}
     names: dict[type, list[str]] = {}
@@ -249,7 +259,7 @@ def _outside_bytes(output: Any, engine: Engine, path_at: Callable[[int], str]) -
     nodes: set[Any] = set()
     while pending:
         node = pending.pop()
-        if node is None or node in nodes:
+        if node is None or node in nodes or node._sequence_nr() < marks.began:
             continue
         nodes.add(node)
         pending += [function for function, _ in node.next_functions]
@@ -264,7 +274,7 @@ def _outside_bytes(output: Any, engine: Engine, path_at: Callable[[int], str]) -
             layout = Layout.of(tensor)
             known = engine.index.find(storage, tensor._version, layout.first, layout.last)
             if known is None and not engine.weights.include(storage_key(storage)):
-                found[path_at(node._sequence_nr())] += storage.nbytes()
+                found[marks.path_at(node._sequence_nr())] += storage.nbytes()
     return found
 
 

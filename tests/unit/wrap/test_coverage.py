@@ -156,6 +156,21 @@ def test_inside_and_outside_are_all_that_autograd_saves(policy: str) -> None:
 
 
 @needs_slots
+def test_what_another_model_saved_before_does_not_count(caplog: pytest.LogCaptureFixture) -> None:
+    """As a trained encoder does, or a ControlNet before the U-Net that reads its residuals."""
+    torch.manual_seed(0)
+    before = nn.Sequential(nn.Linear(WIDTH, 4096), nn.Tanh(), nn.Linear(4096, WIDTH))
+    model, x = Head(), torch.randn(6, WIDTH)
+    found = []
+    for given in (before(x).detach().requires_grad_(), before(x)):
+        with enable(model) as handle:
+            grads(model, given)
+            found.append(handle._engine.coverage)
+    assert found[1] == found[0] is not None and found[0].percent > 50
+    assert not caplog.messages
+
+
+@needs_slots
 @pytest.mark.usefixtures("world")
 @pytest.mark.parametrize("wrapped", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("kind", [Head, Recurrent])
