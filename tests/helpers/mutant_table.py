@@ -1225,6 +1225,13 @@ MUTANTS = (
         SECOND_FORWARD,
     ),
     Mutant(
+        "second forward: it gets a copy of a list or dictionary that has another name",
+        "ebbtide/wrap/checkpointable.py",
+        "inputs.same(called.leaves) and _have_one_name(called.containers, state)",
+        "inputs.same(called.leaves)",
+        ("tests/unit/wrap/test_shared_arguments.py", "-ktwo_names"),
+    ),
+    Mutant(
         "second forward: arguments that a forward detaches are not seen",
         "ebbtide/wrap/checkpointable.py",
         "        if any(needed and not x.requires_grad for x, needed, _ in self._arguments):\n",
