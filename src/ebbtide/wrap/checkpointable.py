@@ -302,8 +302,9 @@ class Checkpointable:
             name = type(changeable).__name__
             cache = "Cache" in name
             what = f"key-value cache ({name})" if cache else name
-            off = "; hint: model.config.get_text_config().use_cache = False (prefix tuning always passes a cache)"
-            hint = off if cache else ""
+            # The decoder of a T5 has a copy of the model's config.
+            config = "get_decoder().config" if "EncoderDecoder" in name else "config.get_text_config()"
+            hint = f"; hint: model.{config}.use_cache = False (prefix tuning always passes a cache)" if cache else ""
             self._refuse(kind, f"take a {what}, which a second forward would read changed", hint)
         if any(map(torch.is_inference, called.tensors)):
             return False  # autograd does not save them

@@ -268,7 +268,10 @@ def test_checkpointing_of_transformers_composes(policy: str, dropout: float) -> 
             assert stats.unique_bytes < counted.stats().unique_bytes / 4, "the checkpoint still drops what it should"
 
 
-def test_a_cache_is_not_run_twice(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("name", "config"), [("Cache", "config.get_text_config()"), ("EncoderDecoderCache", "get_decoder().config")]
+)
+def test_a_cache_is_not_run_twice(name: str, config: str, caplog: pytest.LogCaptureFixture) -> None:
     """A second forward of a block would find its cache changed: such blocks are treated tensor by tensor."""
 
     class Caching(Layer):
@@ -289,9 +292,10 @@ def test_a_cache_is_not_run_twice(caplog: pytest.LogCaptureFixture) -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             for layer in self.layers:
-                x = layer(x, cache=Cache())
+                x = layer(x, cache=kind())
             return x * 0.01
 
+    kind = type(name, (Cache,), {})
     check(Cached(), "minimal")
-    assert caplog.text.count("Caching blocks are not checkpointed: they take a key-value cache (Cache)") == 1
-    assert "hint: model.config.get_text_config().use_cache = False (prefix tuning always passes a cache)" in caplog.text
+    assert caplog.text.count(f"Caching blocks are not checkpointed: they take a key-value cache ({name})") == 1
+    assert f"hint: model.{config}.use_cache = False (prefix tuning always passes a cache)" in caplog.text
