@@ -9,7 +9,7 @@ weights are compared, every bit. A type that differs fails the suite.
 Each type has a process of its own and a time limit. Results are written after every type, and a run resumes: types that
 its folder has are not repeated; those that were not trained are tried once more with ``--retry``.
 
-    python -m benchmarks.suites.every_type [--letters a-l] [--only llama vit ...] [--retry] [--minutes 90] [--out DIR]
+    python -m benchmarks.suites.every_type [--letters a-l m-z] [--only llama vit ...] [--retry] [--minutes 90] [--out D]
 """
 
 from __future__ import annotations
@@ -46,6 +46,9 @@ TYPE_SECONDS = 90
 
 WALL_SECONDS = 900
 """Time of the clock for one type: a type that waits for ever is stopped."""
+
+HALVES = "a-l", "m-z"
+"""First letters of the types of a result, which may have 400 lines."""
 
 ABOUT = (
     "For each type, the default configuration was shrunk by rules, and a model with random weights was trained in"
@@ -147,31 +150,42 @@ def is_equal(row: dict[str, Any]) -> bool:
 def main() -> None:
     """Train, and write the results after every type."""
     parser = parser_of(__doc__)
-    parser.add_argument("--letters", default="a-z", metavar="A-Z", help="types whose names begin with one of these")
+    parser.add_argument(
+        "--letters", nargs="+", default=HALVES, metavar="A-Z", help="first letters of types; a result for each range"
+    )
     parser.add_argument("--only", nargs="+", metavar="TYPE", help="of these types; default: all")
     parser.add_argument("--retry", action="store_true", help="try types once more that an earlier run did not train")
     parser.add_argument("--minutes", type=float, default=90.0, help="begin no further type after this time")
     given = parser.parse_args()
+    if bad := [letters for letters in given.letters if not re.fullmatch("[a-z]-[a-z]", letters)]:
+        parser.error(f"--letters: found {', '.join(bad)}, expected ranges of letters, as a-l")
+    if given.out is not None and len(given.letters) > 1:
+        parser.error("--out is the folder of one result: choose one range, as with --letters a-l")
     prepare()
-    if not re.fullmatch("[a-z]-[a-z]", given.letters):
-        parser.error(f"--letters: found {given.letters!r}, expected two letters, as in a-l")
-    known = {name: config for name, config in kinds().items() if given.letters[0] <= name[0] <= given.letters[2]}
-    if unknown := [name for name in given.only or () if name not in known]:
-        parser.error(f"--only: no such types with these first letters: {', '.join(unknown)}")
-    folder: Path = given.out or result_folder(f"every-type-{given.letters}")
-    rows = rows_of(folder)
-    end = time.monotonic() + 60 * given.minutes
-    for name in given.only or known:
-        if time.monotonic() > end or (name in rows and ("ways" in rows[name] or not given.retry)):
+    chosen = {name: config for name, config in kinds().items() if not given.only or name in given.only}
+    end, wrong = time.monotonic() + 60 * given.minutes, list[str]()
+    for letters in given.letters:
+        folder = given.out or result_folder(f"every-type-{letters}")
+        wrong += train_all(chosen, letters, folder, retry=given.retry, end=end)
+    if wrong:
+        raise SystemExit(f"differ from ordinary training: {', '.join(wrong)}")
+
+
+def train_all(chosen: dict[str, type], letters: str, folder: Path, *, retry: bool, end: float) -> list[str]:
+    """Train those of the chosen types that begin with these letters, until ``end``; return those that differ."""
+    rows, count = rows_of(folder), len([name for name in kinds() if letters[0] <= name[0] <= letters[2]])
+    for name, config_class in chosen.items():
+        if not letters[0] <= name[0] <= letters[2] or time.monotonic() > end:
+            continue
+        if name in rows and ("ways" in rows[name] or not retry):
             continue
         began = time.monotonic()
-        rows[name] = in_own_process(name, known[name]) | {"seconds": round(time.monotonic() - began, 1)}
+        rows[name] = in_own_process(name, config_class) | {"seconds": round(time.monotonic() - began, 1)}
         print(line(rows[name]), flush=True)
-        write(folder, rows, given.letters, len(known))
-    write(folder, rows, given.letters, len(known))
+        write(folder, rows, letters, count)
+    write(folder, rows, letters, count)
     print(f"written to {folder}")
-    if wrong := [name for name, row in rows.items() if "ways" in row and not is_equal(row)]:
-        raise SystemExit(f"differ from ordinary training: {', '.join(wrong)}")
+    return [name for name, row in rows.items() if "ways" in row and not is_equal(row)]
 
 
 def rows_of(folder: Path) -> dict[str, dict[str, Any]]:
