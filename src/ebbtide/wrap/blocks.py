@@ -3,12 +3,16 @@
 [Note: blocks]
 A *stack* is a container whose children are mostly of one class and have submodules; its children are the blocks.
 Attributes of one class whose names differ only in a number (``layer1``, ``layer2``) are a stack, too. Stacks inside a
-block are ignored, so a transformer layer is a block and its experts are not. If nothing repeats, the largest modules
+block are ignored, so a transformer layer is a block and its experts are not, except in stages. If nothing repeats, the largest modules
 with submodules are the blocks; if there are fewer than two (a lone LSTM, a few linear layers), the model is one block.
 Class names are never used, so unknown models work, too.
 
 A module without a forward, such as a list, or the bare ``nn.Module()`` that holds a stage of many autoencoders, is
 never called, so it is no block: what it holds is looked at in its place. A list of stages of layers is thus one stack.
+
+Where each block of a stack consists of lists of layers, as in a U-Net, these blocks are *stages*. Backward needs what a
+block saves all at once, and a stage saves up to a third of the model's: so its layers are the blocks, and those of a
+layer that has a stack. An expert is no layer: what chooses among the experts lies beside their list.
 
 Parameter counts are ignored: in convolutional networks the small stacks save the most activations. The blocks' share of
 the bytes that autograd saves is measured in the first pass: see [Note: coverage].
@@ -17,6 +21,7 @@ the bytes that autograd saves is measured in the first pass: see [Note: coverage
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import re
 import sys
@@ -177,7 +182,12 @@ def _stacks(name: str, module: nn.Module, least: int) -> Iterator[tuple[str, nn.
     children = [(f"{name}.{k}" if name else k, c) for k, c in module.named_children()]
     stack = [(n, c) for n, c in _called(children) if _composed(c) or any(True for _ in c.parameters()) or _is_flat(c)]
     if isinstance(module, _CONTAINERS) and _is_stack([c for _, c in stack]):
-        yield from stack
+        stages = [_layers_of_stage(path, block) for path, block in stack]
+        if not all(stages):
+            yield from stack
+            return
+        for layer in itertools.chain(*stages):
+            yield from list(_stacks(*layer, least)) or [layer]
         return
     repeated = [] if isinstance(module, _CONTAINERS) else _numbered(children, least)
     for path, child in children:
@@ -185,6 +195,15 @@ def _stacks(name: str, module: nn.Module, least: int) -> Iterator[tuple[str, nn.
             yield path, child
         else:
             yield from _stacks(path, child, least)
+
+
+def _layers_of_stage(path: str, block: nn.Module) -> Found:
+    """Return the layers of a block that consists of lists of them, one of which is a stack; none for other blocks."""
+    children = [(f"{path}.{k}", c) for k, c in block.named_children()]
+    lists = [child for _, child in children if isinstance(child, _CONTAINERS) and not has_forward(child)]
+    layers = [(n, c) for n, c in _called(children) if any(True for _ in c.parameters())]
+    is_stage = len(lists) == len(children) and any(_is_stack([*found.children()]) for found in lists)
+    return layers if is_stage and not is_compiled(block) and all(_composed(c) for _, c in layers) else []
 
 
 def _called(children: Found) -> Found:

@@ -239,8 +239,8 @@ def _savers(model: nn.Module, blocks: list[nn.Module], coverage: Coverage) -> It
             continue
         layers = layers_in(path, module)
         most = 2 * sum(_below(layer, coverage.outside) for layer, _ in layers) > saved
-        whole = [(path, module)] if has_forward(module) else []
-        if found := stacks_in(path, module) or (layers if most else whole):
+        itself = [(path, module)] if has_forward(module) else []
+        if found := stacks_in(path, module) or (layers if most else itself):
             taken = path + "."
             yield from found
 

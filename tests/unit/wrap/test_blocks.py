@@ -34,11 +34,27 @@ class Named(nn.Module):
 
 class Down(Named):
     def __init__(self) -> None:
-        super().__init__(resnets=nn.ModuleList([Conv(), Conv()]))
+        super().__init__(resnets=nn.ModuleList([Conv(), Conv()]), norm=nn.LayerNorm(WIDTH))
 
 
 class Up(Down):
     pass
+
+
+class Stage(Named):
+    """Lists of layers and nothing else, as in a U-Net; some of the layers have a stack, or are alone in their list."""
+
+    def __init__(self, *, last: bool = False) -> None:
+        inner = Named(norm=nn.LayerNorm(WIDTH), layers=nn.ModuleList([Block(), Block()]))
+        lists = {"resnets": [Conv(), Conv()]} | ({} if last else {"attentions": [inner], "down": [Block()]})
+        super().__init__(**{name: nn.ModuleList(layers) for name, layers in lists.items()})
+
+
+class Parts(Named):
+    """One list whose layers are of different classes, as in a block of T5."""
+
+    def __init__(self) -> None:
+        super().__init__(layer=nn.ModuleList([Attention(), Mlp()]))
 
 
 def names(model: nn.Module, globs: Sequence[str] | str | None = None) -> list[str]:
@@ -71,6 +87,15 @@ def experts() -> nn.Module:
             ["down.0", "down.1", "up.0", "up.1"],
             id="down and up",
         ),
+        pytest.param(
+            Named(down=nn.ModuleList([Stage(), Stage(last=True)])),
+            [
+                *("down.0.resnets.0", "down.0.resnets.1", "down.0.attentions.0.layers.0"),
+                *("down.0.attentions.0.layers.1", "down.0.down.0", "down.1.resnets.0", "down.1.resnets.1"),
+            ],
+            id="stages of lists",
+        ),
+        pytest.param(Stack(Parts(), Parts()), ["layers.0", "layers.1"], id="parts of a layer are not blocks"),
         pytest.param(
             Named(stages=nn.ModuleList([Down(), Down(), Down(), Up()])),
             ["stages.0", "stages.1", "stages.2", "stages.3"],
