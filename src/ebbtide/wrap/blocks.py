@@ -3,8 +3,9 @@
 [Note: blocks]
 A *stack* is a container whose children are mostly of one class and have submodules; its children are the blocks.
 Attributes of one class whose names differ only in a number (``layer1``, ``layer2``) are a stack, too. Stacks inside a
-block are ignored, so a transformer layer is a block and its experts are not, except in stages. If nothing repeats, the largest modules
-with submodules are the blocks; if there are fewer than two (a lone LSTM, a few linear layers), the model is one block.
+block are ignored, so a transformer layer is a block and its experts are not; only stages are taken apart (below). If
+nothing repeats, the largest modules with submodules are the blocks; if there are fewer than two (a lone LSTM, a few
+linear layers), the model is one block.
 Class names are never used, so unknown models work, too.
 
 A module without a forward, such as a list, or the bare ``nn.Module()`` that holds a stage of many autoencoders, is
