@@ -250,13 +250,13 @@ def _largest(model: nn.Module) -> Found:
             least = LARGE_CHILD * _numbers(model)
             children.sort(key=lambda child: -_numbers(child[1]))
             large = children[:2] + [(path, child) for path, child in children[2:] if _numbers(child) >= least]
-            chosen = {layer for path, child in large for layer, _ in _layers_of(path, child)}
+            chosen = {layer for path, child in large for layer, _ in _layers_or_module(path, child)}
             return [(n, m) for n, m in model.named_modules() if n in chosen] if len(large) > 1 else []
         ((name, module),) = children
     return []
 
 
-def _layers_of(path: str, module: nn.Module) -> Found:
+def _layers_or_module(path: str, module: nn.Module) -> Found:
     """Return the layers in a module if they have most of its weights, else the module."""
     layers = layers_in(path, module)
     return layers if 2 * sum(_numbers(layer) for _, layer in layers) > _numbers(module) else [(path, module)]
