@@ -29,7 +29,7 @@ POLICIES = ("keep", "inputs", "offload", "minimal", "recompute", "auto")
 """``"recompute"`` is minimal with no block re-run whole: as many recipes as there can be."""
 MOVING = ("offload", "minimal", "auto")
 
-RELEASE_SECONDS = 10.0
+RELEASE_SECONDS = 1.0
 """Limit until gloo's thread has released the input of a collective, and its graph, which it holds a while longer."""
 
 Record = dict[str, Tensor | None]

@@ -40,8 +40,8 @@ Case = tuple[Callable[..., Any], tuple[Any, ...]]
 STARTUP_SECONDS = 120.0
 SHOWN_CHARACTERS = 20_000
 """Most characters of a dead rank's output that are shown, half of them its first ones: see ``ends_of``."""
-STACK_SECONDS = 20.0
-"""Limit until a rank that hangs has written its stacks: longer than a busy machine keeps a process from running."""
+STACK_SECONDS = 2.0
+"""Limit until a rank that hangs has written its stacks."""
 
 
 class SpawnError(AssertionError):

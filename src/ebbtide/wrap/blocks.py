@@ -12,8 +12,8 @@ A module without a forward, such as a list, or the bare ``nn.Module()`` that hol
 never called, so it is no block: what it holds is looked at in its place. A list of stages of layers is thus one stack.
 
 Where each block of a stack consists of lists of layers, as in a U-Net, these blocks are *stages*. Backward needs what a
-block saves all at once, and a stage saves up to a third of the model's: so its layers are the blocks, and those of a
-layer that has a stack. An expert is no layer: what chooses among the experts lies beside their list.
+block saves all at once, and the model has few stages: so their layers are the blocks, and those of a layer that has a
+stack. An expert is no layer: what chooses among the experts lies beside their list.
 
 Parameter counts are ignored: in convolutional networks the small stacks save the most activations. The blocks' share of
 the bytes that autograd saves is measured in the first pass: see [Note: coverage].
