@@ -14,6 +14,11 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
     return outward(markdown, page.file.src_uri, config.repo_url)
 
 
+def on_page_content(html: str, *, page: Any, config: Any, files: Any) -> str:
+    """Show the two colons before a docstring's example as one; called by mkdocs for each page."""
+    return html.replace("<p>Example::</p>", "<p>Example:</p>")
+
+
 def outward(markdown: str, path: str, repository: str) -> str:
     """Return a page in which links that leave ``docs/`` are links to the repository.
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 import ebbtide
-from docs.site_hooks import outward
+from docs.site_hooks import on_page_content, outward
 
 yaml = pytest.importorskip("yaml", reason="needs PyYAML")
 
@@ -50,6 +51,13 @@ def test_every_public_name_has_its_place_in_the_reference() -> None:
     assert "::: ebbtide.base.errors" in page
 
 
+def test_classes_describe_arguments_of_an_initialiser() -> None:
+    """The site's builder looks for them there alone, and warns, which ends its build."""
+    classes = [kind for kind in (getattr(ebbtide, name) for name in ebbtide.__all__) if isinstance(kind, type)]
+    described = [kind for kind in classes if "\nArgs:\n" in (inspect.getdoc(kind) or "")]
+    assert described and [kind for kind in described if kind.__init__ is kind.__base__.__init__] == []
+
+
 def test_every_folder_of_results_is_in_the_evidence() -> None:
     page = (DOCS / "evidence.md").read_text(encoding="utf-8")
     folders = [path.parent.name for path in (ROOT / "benchmarks/results").glob("*/README.md")]
@@ -84,3 +92,7 @@ def test_the_chinese_quick_start_has_the_code_of_the_english_one() -> None:
 )
 def test_only_links_that_leave_the_pages_lead_to_the_repository(path: str, link: str, expected: str) -> None:
     assert outward(f"[a]({link})", path, "https://h") == f"[a]({expected})"
+
+
+def test_two_colons_before_an_example_are_shown_as_one() -> None:
+    assert on_page_content("<p>Example::</p><p>a::b</p>", page=None, config=None, files=None) == "<p>Example:</p><p>a::b</p>"

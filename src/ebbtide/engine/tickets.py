@@ -267,18 +267,7 @@ def _field(index: int | slice) -> Any:
 
 
 class Expr(tuple[Any, ...]):
-    """A function and its operands: one object for all, because thousands are alive from forward to backward.
-
-    Args:
-        fn: Called with the operands' values; must be exact, repeatable and free of side effects.
-        operands: Tickets, light tickets, watched weights or expressions.
-        key: Which function it is; hashable. Part of the structure that a verdict of trust is bound to, so it holds no
-            numbers and sizes that change from step to step.
-        flops: Multiply-add work in FLOP; 0 for element-wise work.
-        loose: The value may lie in memory in another order than the original, so only some rules take it as an operand.
-        dtype: What the value is rounded to, if ``fn`` may compute it in another type: an operator in place rounds to
-            the type of what it changes (bfloat16 += float32 stays bfloat16).
-    """
+    """A function and its operands: one object for all, because thousands are alive from forward to backward."""
 
     __slots__ = ()
     __eq__, __hash__ = object.__eq__, object.__hash__
@@ -304,6 +293,18 @@ class Expr(tuple[Any, ...]):
         dtype: torch.dtype | None = None,
         loose: bool = False,
     ) -> Expr:
+        """Make the expression.
+
+        Args:
+            fn: Called with the operands' values; must be exact, repeatable and free of side effects.
+            operands: Tickets, light tickets, watched weights or expressions.
+            key: Which function it is; hashable. Part of the structure that a verdict of trust is bound to, so it holds
+                no numbers and sizes that change from step to step.
+            flops: Multiply-add work in FLOP; 0 for element-wise work.
+            loose: The value may lie in memory in another order than the original; few rules take it as an operand.
+            dtype: What the value is rounded to, if ``fn`` may compute it in another type: an operator in place rounds
+                to the type of what it changes (bfloat16 += float32 stays bfloat16).
+        """
         own_flops, depth, parts, branches, linear, under = flops, 0, [key], 0, True, None
         for operand in operands:
             if isinstance(operand, Expr):
