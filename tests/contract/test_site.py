@@ -95,4 +95,5 @@ def test_only_links_that_leave_the_pages_lead_to_the_repository(path: str, link:
 
 
 def test_two_colons_before_an_example_are_shown_as_one() -> None:
-    assert on_page_content("<p>Example::</p><p>a::b</p>", page=None, config=None, files=None) == "<p>Example:</p><p>a::b</p>"
+    shown = on_page_content("<p>Example::</p><p>a::b</p>", page=None, config=None, files=None)
+    assert shown == "<p>Example:</p><p>a::b</p>"
