@@ -39,10 +39,10 @@ _OLDER = () if _TREE else ("float32_matmul_precision", "cudnn_allow_tf32")
 """Settings of the older interface, where there is no other; named like ``_FLAGS``."""
 
 _FLAGS = (
-    "mkldnn_enabled", "mkldnn_deterministic", "cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic",
-    "cudnn_depthwise_kernel", "miopen_immediate", "cublas_allow_fp16_reduced_precision_reduction",
-    "cublas_allow_bf16_reduced_precision_reduction", "cublas_allow_fp16_accumulation", "blas_preferred_backend",
-    "sm_carveout_experimental",
+    "mkldnn_enabled", "mkldnn_deterministic", "nnpack_enabled", "cudnn_enabled", "cudnn_benchmark",
+    "cudnn_deterministic", "cudnn_depthwise_kernel", "miopen_immediate", "cublas_allow_fp16_accumulation",
+    "cublas_allow_fp16_reduced_precision_reduction", "cublas_allow_bf16_reduced_precision_reduction",
+    "blas_preferred_backend", "sm_carveout_experimental",
 )  # fmt: skip
 """Names after ``torch._C._get_`` and ``torch._C._set_``; one that this version of torch lacks is left out."""
 

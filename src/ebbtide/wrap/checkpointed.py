@@ -54,9 +54,14 @@ _SETTINGS = [
         for name in ("flash", "mem_efficient", "math", "cudnn")
     ),
     Restorable(torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order, operator.eq),
+    Restorable(
+        torch._C._get_math_sdp_allow_fp16_bf16_reduction,
+        torch._C._set_math_sdp_allow_fp16_bf16_reduction,
+        operator.eq,
+    ),
     Restorable(_read_inductor, _write_inductor, operator.eq),
 ]
-"""Which kernels attention may use, and in which order; and what ``torch.use_deterministic_algorithms`` sets besides."""
+"""Which kernels attention may use, in what order and type; what ``torch.use_deterministic_algorithms`` sets besides."""
 
 REQUIRES_GRAD, _DEVICE, _TYPE = map(operator.attrgetter, ("requires_grad", "device", "type"))
 _HOST = ("cpu", "meta")

@@ -295,6 +295,19 @@ def a_kernel_chosen_around_the_forward(model: nn.Module, x: Tensor) -> Taken:
     return {"input": fed.grad} | {k: p.grad for k, p in model.named_parameters()}
 
 
+@case(inner=lambda s, h, given: _attend(h.bfloat16()).float())
+def a_type_of_attention_chosen_around_the_forward(model: nn.Module, x: Tensor) -> Taken:
+    before = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    with sdpa_kernel(SDPBackend.MATH):
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
+        try:
+            return forward_and_backward(
+                model, x, lambda: torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(before)
+            )
+        finally:
+            torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(before)
+
+
 def _attend(h: Tensor) -> Tensor:
     q = h.view(4, 2, 1, WIDTH // 2).permute(2, 1, 0, 3)
     return F.scaled_dot_product_attention(q, q, q).permute(2, 0, 1, 3).reshape(4, WIDTH)

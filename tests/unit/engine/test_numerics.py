@@ -50,6 +50,7 @@ def _reset() -> None:
     for name in ("mkldnn_deterministic", "cudnn_benchmark", "cudnn_deterministic"):
         getattr(torch._C, f"_set_{name}")(False)
     torch._C._set_mkldnn_enabled(True)
+    torch._C._set_nnpack_enabled(True)
     torch._C._set_cudnn_enabled(True)
     matmul = torch.backends.cuda.matmul
     matmul.allow_fp16_reduced_precision_reduction = matmul.allow_bf16_reduced_precision_reduction = True
@@ -115,6 +116,10 @@ def flush_denormal() -> None:
     torch.set_flush_denormal(True)
 
 
+def without_nnpack() -> None:
+    torch._C._set_nnpack_enabled(False)
+
+
 def nothing() -> None:
     pass
 
@@ -151,6 +156,7 @@ FLAGS = _offered(
     double,
     two_threads,
     flush_denormal,
+    without_nnpack,
     _set("mkldnn.enabled", False),
     _set("mkldnn.deterministic", True),
     _set("cudnn.enabled", False),
@@ -187,6 +193,7 @@ def _shown() -> list[Any]:
         lambda: 2 * DENORMAL > DENORMAL,
         lambda: torch.backends.mkldnn.enabled,
         lambda: torch.backends.mkldnn.deterministic,
+        torch._C._get_nnpack_enabled,
         lambda: [getattr(torch.backends.cudnn, n) for n in ("enabled", "benchmark", "deterministic")],
         lambda: [getattr(cuda, f"allow_{t}_reduced_precision_reduction") for t in ("fp16", "bf16")],
         torch._C._get_cublas_allow_bf16_reduced_precision_reduction,

@@ -280,6 +280,10 @@ OTHERS: dict[str, tuple[str, Make]] = {
     ),
     "a softmax into float32": ("SoftmaxBackward0", lambda x: F.softmax(x, -1, dtype=torch.float32)),
     "a sum into float64": ("SumBackward1", lambda x: x.sum(-1, dtype=torch.float64)),
+    "a norm of complex numbers": (
+        "LinalgVectorNormBackward0",
+        lambda x: torch.linalg.vector_norm(torch.view_as_complex(x.float().view(4, 3, 2)), dim=-1, keepdim=True),
+    ),
     "dropout of everything": ("NativeDropoutBackward0", lambda x: torch.native_dropout(x, 1.0, True)[0]),
 }
 

@@ -844,6 +844,18 @@ def test_the_noise_of_rrelu_is_saved_before_it_is_drawn(training: bool, verify: 
     check(lambda: blocks(Noisy), squares, verify=verify)
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_the_noise_of_rrelu_in_place_is_saved_before_it_is_drawn(training: bool) -> None:
+    """The operator in place has an autograd node of its own."""
+
+    class Noisy(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(nn.functional.rrelu(self.up(x) * 2, training=training, inplace=True))
+
+    check_checkpointed(lambda: blocks(Noisy), squares)
+    check(lambda: blocks(Noisy), squares)
+
+
 @pytest.mark.parametrize("count", [4, 16])
 def test_a_checkpointed_block_counts_what_inputs_of_another_size_save(count: int) -> None:
     """So Auto also notices longer inputs if every block is checkpointed."""

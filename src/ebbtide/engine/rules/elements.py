@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +47,11 @@ def _make_cumsum(dim: int, place: torch.device, kind: torch.dtype) -> Fn | None:
     """No rule on an accelerator: there a cumulative sum of floats may be added in another order each time."""
     on_host = place.type == "cpu" or not kind.is_floating_point
     return (lambda x: torch.cumsum(x, dim, dtype=kind)) if on_host else None
+
+
+def _vector_norm(x: torch.Tensor, *constants: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Of complex numbers torch wants the complex type, and the norm has that of their parts."""
+    return torch.linalg.vector_norm(x, *constants, dtype=dtype.to_complex() if x.is_complex() else dtype)
 
 
 def _make_dropout(p: float, output_nr: int) -> Fn | None:
@@ -146,7 +151,7 @@ def reductions() -> dict[str, Rule]:
     return {
         "AmaxBackward0": operator(torch.amax, "dim", "keepdim"),
         "CumsumBackward0": _cumsum,
-        "LinalgVectorNormBackward0": typed(torch.linalg.vector_norm, "ord", "dim", "keepdim"),
+        "LinalgVectorNormBackward0": typed(_vector_norm, "ord", "dim", "keepdim"),
         "LogSoftmaxBackward0": typed(torch.log_softmax, "dim"),
         "LogsumexpBackward0": operator(torch.logsumexp, "dim", "keepdim"),
         "MeanBackward1": typed(torch.mean, "dim", "keepdim"),
