@@ -196,6 +196,11 @@ class Computing(TorchDispatchMode):
         super().__init__()
         self._device, self._seconds = device, itertools.cycle(seconds)
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Stay open for what ebbtide computes. See [Note: modes] in ``engine/modes.py``."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         device = self._device

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ebbtide.engine.layout import KNOWN_LAYOUTS, Layout
+from ebbtide.engine.modes import outside_modes
 
 SAMPLED = 256
 """Elements in a sample, on the host those of one 8-byte word together. Of scattered changes that touch 2 % of the
@@ -298,11 +299,15 @@ def _steps(shape: torch.Size) -> tuple[slice, ...]:
 
 
 def _sums(tensor: torch.Tensor) -> torch.Tensor:
+    return outside_modes(_summed, tensor)
+
+
+def _summed(tensor: torch.Tensor) -> torch.Tensor:
     """Return sums over stretches that together cover all bytes, in an order that follows from the shape alone."""
     nbytes = tensor.numel() * tensor.itemsize
     if nbytes > SUMMED_BYTES and not tensor.is_cpu:
         longest = max(range(tensor.dim()), key=tensor.shape.__getitem__)
-        return torch.cat([_sums(part) for part in tensor.detach().chunk(-(-nbytes // SUMMED_BYTES), longest)])
+        return torch.cat([_summed(part) for part in tensor.detach().chunk(-(-nbytes // SUMMED_BYTES), longest)])
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if data.storage_offset() % 8:
         data = data.clone()

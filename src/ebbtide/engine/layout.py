@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ebbtide.engine.modes import outside_modes
+
 ALIGNED_BYTES = 512
 """Alignment of the memory that device allocators return, in bytes."""
 _CHECKSUM_BYTES = 1 << 20
@@ -150,6 +152,10 @@ def region(layout: Layout, storage_bytes: int, taken_bytes: int) -> tuple[int, i
 
 def checksum(data: torch.Tensor) -> tuple[int, int]:
     """Return two sums over a ``uint8`` tensor's bytes, one of them weighted by position; for ``verify=True``."""
+    return outside_modes(_checksum, data)
+
+
+def _checksum(data: torch.Tensor) -> tuple[int, int]:
     sums, first = torch.zeros(2, dtype=torch.int64, device=data.device), 0
     for piece in data.split(_CHECKSUM_BYTES):
         values = piece.to(torch.int64)

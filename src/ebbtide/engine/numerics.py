@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ebbtide.engine.modes import modes_open, outside_modes
+
 Numerics = tuple[Any, ...]
 """Values of all settings, in the order of ``_settings``."""
 
@@ -60,7 +62,8 @@ def current_numerics() -> Numerics:
 def exactly(device_type: str, numerics: Numerics | None, work: Callable[[], torch.Tensor]) -> torch.Tensor:
     """Run operators as they ran in forward: no graph, no autocast (its casts are steps of the recipe), its numerics.
 
-    All is set by hand: what torch's context managers switched, an interrupt could leave switched.
+    They run outside of dispatch modes: see [Note: modes]. All is set by hand: what torch's context managers switched,
+    an interrupt could leave switched.
     """
     grad, autocast = torch.is_grad_enabled(), torch.is_autocast_enabled(device_type)
     change = NumericsChange()
@@ -70,7 +73,7 @@ def exactly(device_type: str, numerics: Numerics | None, work: Callable[[], torc
             torch.set_autocast_enabled(device_type, False)
         if numerics is not None:
             change.apply(numerics)
-        return work()
+        return outside_modes(work) if modes_open() else work()
     finally:
         try:
             torch._C._set_grad_enabled(grad)

@@ -48,14 +48,16 @@ def evaluate_now(recipe: Expr, base: torch.Tensor, read: Reader) -> torch.Tensor
 def repeatable(recipe: Expr, base: torch.Tensor, read: Reader) -> Callable[[], torch.Tensor]:
     """Return a function that evaluates a recipe from operands in memory, repeatedly, to be timed."""
     present: dict[Entry, torch.Tensor] = {}
+    device_type = base.device.type
 
     def read_present(operand: Entry) -> torch.Tensor | None:
         content = present.get(operand)
         return read(operand) if content is None else content
 
+    def run(target: Expr | Entry) -> torch.Tensor:
+        return exactly(device_type, None, lambda: evaluate(target, read_present, present.__setitem__))
+
     for ticket in recipe.tickets():
         content = read_present(ticket.entry)
-        present[ticket.entry] = (
-            evaluate(ticket.entry, read_present, present.__setitem__) if content is None else content
-        )
-    return lambda: exactly(base.device.type, None, lambda: evaluate(recipe, read_present, present.__setitem__))
+        present[ticket.entry] = run(ticket.entry) if content is None else content
+    return lambda: run(recipe)

@@ -12,8 +12,8 @@ A recipe is built from the graph; bitwise equality is verified:
   all bytes, with the result read at the latest before a torch optimizer changes a weight, or when the handle is
   closed. A difference is an error, and the site is offloaded from then on.
 
-A verdict belongs to a block, its numerics, a site, the operators and the element types. Numbers and lengths that change
-from step to step make no new ones.
+A verdict belongs to a block, its numerics, a site, the operators, the element types, and the dispatch modes around it.
+Numbers and lengths that change from step to step make no new ones.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from ebbtide.base.errors import RestoreError
 from ebbtide.base.events import Bus
 from ebbtide.engine.fingerprint import Compared, Fingerprint, Sample, can_be_taken, host_sample
 from ebbtide.engine.layout import Layout, storage_bytes, with_layout
+from ebbtide.engine.modes import modes_open, names_of_modes, outside_modes
 from ebbtide.engine.tickets import Entry, Expr
 
 logger = logging.getLogger("ebbtide.engine")
@@ -124,7 +125,8 @@ class Trust:
         """
         if entry.site in self.demoted:
             return False
-        key = (block_key, entry.site, base.dtype, recipe.structure)
+        modes = names_of_modes() if modes_open() else ()
+        key = (block_key, entry.site, base.dtype, recipe.structure, modes)
         verdict = self._verdicts.get(key)
         if verdict is not None:
             return verdict
@@ -169,7 +171,7 @@ class Trust:
 
     def _gives(self, entry: Entry, base: torch.Tensor, run: Callable[[], torch.Tensor]) -> bool | torch.Tensor:
         try:
-            value = run()
+            value = outside_modes(run)  # as in backward
         except (MemoryError, torch.OutOfMemoryError):  # says nothing about the recipe
             raise
         except Exception as error:  # a rule that cannot run here must not cost the user the step

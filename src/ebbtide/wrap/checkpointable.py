@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from ebbtide.base.actions import BLOCK_ACTIONS, Action, NamesBlocks, Plan, checked_action
 from ebbtide.base.errors import RestoreError
@@ -145,7 +146,7 @@ class Checkpointable:
 
     def _stop(self, kind: str, module: nn.Module, groups: Sequence[Ranks]) -> None:
         """Notify the ranks that decided to checkpoint a kind that this one cannot, and why."""
-        self._votes.stop(kind, module, groups, self._refused.get(kind, "got inference tensors"))
+        self._votes.stop(kind, module, groups, self._refused.get(kind, "got inference tensors, or cached weights"))
 
     def able(self, block: Block, module: nn.Module, called: Called) -> bool:
         """Whether this process alone may checkpoint a block: it was watched, and no other rank is needed."""
@@ -306,8 +307,8 @@ class Checkpointable:
             config = "get_decoder().config" if "EncoderDecoder" in name else "config.get_text_config()"
             hint = f"; hint: model.{config}.use_cache = False (prefix tuning always passes a cache)" if cache else ""
             self._refuse(kind, f"take a {what}, which a second forward would read changed", hint)
-        if any(map(torch.is_inference, called.tensors)):
-            return False  # autograd does not save them
+        if parametrize._cache_enabled or any(map(torch.is_inference, called.tensors)):
+            return False  # weights that another block computed are no arguments; autograd saves no inference tensors
         return kind not in self._refused
 
     def _refuse(self, kind: str, why: str, hint: str = "") -> None:

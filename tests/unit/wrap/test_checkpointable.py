@@ -18,7 +18,7 @@ from ebbtide.base.errors import ModifiedInPlaceError
 from ebbtide.wrap import checkpointable
 from ebbtide.wrap.agreement import has_collectives
 from tests.helpers.engines import REMAKE
-from tests.helpers.twice import Block, Stack, difference, hard, sgd, step_of, train
+from tests.helpers.twice import Block, Stack, check, difference, hard, sgd, step_of, train
 
 squares = step_of(lambda model: model(torch.randn(8, 16)).square().mean())
 
@@ -259,3 +259,23 @@ def test_a_block_with_a_new_part_is_watched_as_if_it_were_new(
     plain, _ = train(make, step, 5)
     got, stats = train(make, step, 5, policy=Changes())
     assert difference(plain, got) == "" and stats.checkpointed_blocks == checkpointed
+
+
+def _orthogonal() -> nn.Module:
+    torch.manual_seed(4)
+    blocks = [Block() for _ in range(3)]
+    for block in blocks:
+        nn.utils.parametrizations.orthogonal(block.up)
+    return sgd(Stack(*blocks))
+
+
+@pytest.mark.parametrize("policy", [Changes(), "minimal", "auto"], ids=["checkpoint", "minimal", "auto"])
+def test_weights_that_one_forward_computes_for_the_next(policy: Any) -> None:
+    """Inside ``cached()`` the second forward of the model saves fewer tensors; a checkpoint would run outside of it."""
+
+    @step_of
+    def step(model: Any) -> Tensor:
+        with nn.utils.parametrize.cached():
+            return model(torch.randn(8, 16)).square().mean() + model(torch.randn(8, 16)).mean()
+
+    check(_orthogonal, step, policies=[policy])
