@@ -40,6 +40,15 @@ def _caster(dtype: torch.dtype, *, copy: bool = False) -> Callable[[torch.Tensor
     return lambda x: x.to(dtype, copy=copy)
 
 
+def _saves_its_own(tensor: torch.Tensor, node: Node | None) -> bool:
+    """Whether an operator in place saves its result now, and is all that has written into it.
+
+    Its node is then the newest: an operator that saves a tensor made by another has a newer one. The version is 1:
+    the operator's input, which nobody saved, is as it was made.
+    """
+    return tensor._version == 1 and node is not None and node._sequence_nr() + 1 == torch.autograd._get_sequence_nr()
+
+
 class Admission(RunRecord):
     """The part of a block's forward that makes entries and carries out the plan."""
 
@@ -123,8 +132,9 @@ class Admission(RunRecord):
         viewed = tensor._base
         base, base_layout = (tensor, layout) if viewed is None else (viewed, Layout.of(viewed))
         nbytes = storage.nbytes()
-        covered = base_layout.covers(nbytes) and base._version == 0 and base.untyped_storage() is storage
         node = base.grad_fn
+        as_made = base._version == 0 or (viewed is None and _saves_its_own(tensor, node))
+        covered = base_layout.covers(nbytes) and as_made and base.untyped_storage() is storage
         shown = node if node is not None and (viewed is None or shows(tensor, node)) else None
         made_by = name_of(node)
         came_in = id(storage) in self._inputs.storages

@@ -101,6 +101,8 @@ def planned_blocks(
 def blocks_of(model: nn.Module, found: Found) -> list[tuple[nn.Module, Block]]:
     """Return the engine's descriptions of blocks, each with the module whose ``forward`` is hooked.
 
+    One in two places is one block. Of a block and a module inside it, found in another place, the block is one.
+
     Raises:
         ConflictError: A module is in torch's ``offload_wrapper``.
     """
@@ -108,7 +110,9 @@ def blocks_of(model: nn.Module, found: Found) -> list[tuple[nn.Module, Block]]:
     indices: Counter[str] = Counter()
     names: dict[nn.Module, str] = {}
     for name, module in found:
-        names.setdefault(under_fsdp1(module), name)  # one in two places is one block
+        names.setdefault(under_fsdp1(module), name)
+    inside = {part for module in names for part in itertools.islice(module.modules(), 1, None)}
+    names = {module: name for module, name in names.items() if module not in inside}
     for inner, name in names.items():
         _refuse_offloaded(name, inner)
         stack = name.rpartition(".")[0]

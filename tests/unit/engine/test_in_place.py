@@ -266,6 +266,25 @@ def test_an_untracked_change_of_an_unsaved_tensor_that_begins_late_is_an_error()
         assert compare(observe(program, large), observe(program, large, engine)) == [], "its site is offloaded"
 
 
+@pytest.mark.parametrize("saver", [lambda y: F.relu_(y) * 2, lambda y: y * y], ids=["in place", "later"])
+def test_a_tensor_that_was_also_written_without_a_trace_is_not_recomputed(saver: Callable[[Tensor], Tensor]) -> None:
+    """One version is the operator's in place that saves its own result; no sample need find one element of many."""
+
+    def program(v: Leaves) -> list[Tensor]:
+        y = v["x"].sin()
+        if v["x"][0, 0] > 100:
+            _untracked(lambda: y[-1, -1:].fill_(3))
+        return [saver(y)]
+
+    as_made = {"x": leaf(64, 256)}
+    written = {"x": torch.cat([torch.full((1, 256), 200.0), torch.randn(63, 256)]).requires_grad_()}
+    with open_engine(REMAKE) as engine:
+        for leaves in (as_made, as_made, written):
+            before = engine.stats().total_recomputes
+            assert compare(observe(program, leaves), observe(program, leaves, engine)) == []
+            assert (engine.stats().total_recomputes > before) is (leaves is as_made)
+
+
 def test_an_input_that_may_not_be_used_any_more_is_only_an_error_when_it_is_used() -> None:
     def program() -> tuple[Tensor, Tensor, Tensor]:
         whole = x * 1

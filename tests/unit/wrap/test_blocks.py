@@ -192,6 +192,15 @@ def test_a_path_to_a_module_without_a_forward_names_what_it_holds() -> None:
     assert names(model, "down") == ["down.0.a", "down.0.b", "down.1.a", "down.1.b"]
 
 
+def test_a_module_of_a_block_that_is_found_in_another_place_is_no_block_of_its_own() -> None:
+    """As in MONAI's DynUNet: what holds the layers calls them through a chain of other modules."""
+    down = [Named(conv1=Conv(), conv2=Conv(), conv3=Conv()) for _ in range(2)]
+    chain = Named(layer=down[0], below=Named(layer=down[1], bottom=Named(conv1=Conv(), conv2=Conv(), conv3=Conv())))
+    model = Named(downs=nn.ModuleList(down), chain=chain)
+    below = [f"chain.below.bottom.conv{number}" for number in (1, 2, 3)]
+    assert names(model) == ["downs.0", "downs.1", *below]
+
+
 def test_few_parameters_do_not_keep_a_stack_from_being_one() -> None:
     small = nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(2))
     model = Named(layers=nn.ModuleList([Block(), Block()]), heads=small, attention=nn.Sequential(Silent(), Silent()))

@@ -114,12 +114,17 @@ def arithmetic() -> dict[str, Rule]:
 
 
 def functions() -> dict[str, Rule]:
-    """Return the rules for functions of one number, activations among them."""
+    """Return the rules for functions of one number, activations among them.
+
+    A node ``...Backward1`` of an activation is that of its operator in place, which saves the result.
+    """
     return {
         "AbsBackward0": operator(torch.abs),
         "CeluBackward0": operator(F.celu, alpha="alpha"),
+        "CeluBackward1": operator(F.celu, alpha="alpha"),
         "CosBackward0": operator(torch.cos),
         "EluBackward0": operator(torch.ops.aten.elu, "alpha", "scale", "input_scale"),
+        "EluBackward1": operator(torch.ops.aten.elu, "alpha", "scale", "input_scale"),
         "ErfBackward0": operator(torch.erf),
         "ExpBackward0": operator(torch.exp),
         "Expm1Backward0": operator(torch.expm1),
@@ -129,6 +134,7 @@ def functions() -> dict[str, Rule]:
         "HardswishBackward0": operator(F.hardswish),
         "HardtanhBackward0": operator(F.hardtanh, min_val="min_val", max_val="max_val"),
         "LeakyReluBackward0": operator(F.leaky_relu, negative_slope="negative_slope"),
+        "LeakyReluBackward1": operator(F.leaky_relu, negative_slope="negative_slope"),
         "Log1PBackward0": operator(torch.log1p),
         "LogBackward0": operator(torch.log),
         "LogSigmoidBackward0": operator(F.logsigmoid),
