@@ -17,7 +17,7 @@ from ebbtide.engine.passes import Block
 from ebbtide.engine.replay import Replay
 from ebbtide.engine.sites import OUTSIDE
 from ebbtide.engine.tickets import KeptTicket, LightTicket, Ticket
-from ebbtide.engine.views import shows
+from ebbtide.engine.views import passed_on, shows
 from ebbtide.engine.wrappers import Outer, WrapperTicket, pack_wrapper
 
 _QUANTIZED = frozenset(getattr(torch, name, None) for name in ("qint8", "qint32", "quint8", "quint4x2", "quint2x4"))
@@ -200,6 +200,7 @@ class BlockRun(Replay):
             or tensor.is_neg()
             or tensor.dtype in _QUANTIZED  # also without a quantizer, which `new_empty` would add
             or tensor._is_zerotensor()
+            or (base is not None and not layout.covers(nbytes) and passed_on(tensor))  # likewise
             # Attributes that somebody gave it: torch's own saving of what needs no gradient hands them on. Those of
             # dynamo, on what compiled code with dynamic shapes saves, are hints for a compilation: they may be lost.
             or (

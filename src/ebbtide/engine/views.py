@@ -1,4 +1,4 @@
-"""Whether a tensor shows the value of a node: a view of it that torch itself made."""
+"""Whether a tensor is a view that torch itself made, or one that a custom function returned."""
 
 from __future__ import annotations
 
@@ -22,3 +22,20 @@ def shows(tensor: torch.Tensor, node: Any) -> bool:
             return False
         view = view.next_functions[0][0] if view.next_functions else None
     return view is not None
+
+
+def passed_on(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is, or shows, an input that a custom function returned as its output.
+
+    Such a function may have written it without a new version, and the next one writes another part: torchdiffeq fills
+    the stages of a step so. Functions of torch itself, as those of FSDP2, do not.
+    """
+    view, base = tensor.grad_fn, tensor._base
+    made = None if base is None else base.grad_fn
+    while base is not None and view is not None and view is not made:
+        if isinstance(view, FunctionCtx):
+            return not type(view)._forward_cls.__module__.startswith("torch.")  # pyright: ignore
+        if not view.name()[-1:].isdigit():
+            return False
+        view = view.next_functions[0][0] if view.next_functions else None
+    return False

@@ -1,4 +1,4 @@
-"""Parts of one storage with their own version counters: ``unsafe_chunk`` makes them, RNN cells change them."""
+"""Parts of one storage that change without a version of their own: of RNN cells, or written by a custom function."""
 
 from __future__ import annotations
 
@@ -33,10 +33,40 @@ class Gated(nn.Module):
         return x + a.sigmoid_() * b.sigmoid_()
 
 
+class UncheckedAssign(torch.autograd.Function):
+    """Write a part of a tensor without a new version, and return the tensor: as torchdiffeq's."""
+
+    @staticmethod
+    def forward(ctx: Any, scratch: torch.Tensor, value: torch.Tensor, index: int) -> torch.Tensor:
+        ctx.index = index
+        scratch.data[..., index] = value
+        return scratch
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], grads[0][..., ctx.index], None
+
+
+class Stages(nn.Module):
+    """A step of a Runge-Kutta method whose stages are parts of one tensor; the step's size has a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.size = nn.Linear(32, 32), nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        stages, y = torch.empty(*x.shape, 4), x
+        for i in range(4):
+            stages = UncheckedAssign.apply(stages, self.inner(y).tanh(), i)
+            y = x + (stages[..., : i + 1] * (self.size * torch.ones(i + 1))).sum(-1)
+        return y + (stages * (self.size * torch.ones(4))).sum(-1)
+
+
 MAKERS: dict[str, Callable[[], nn.Module]] = {
     "gru": lambda: Recurrent(lambda: nn.GRU(32, 32, batch_first=True)),
     "lstm, float64": lambda: Recurrent(lambda: nn.LSTM(32, 32, batch_first=True)),
     "unsafe_chunk": Gated,
+    "written by a custom function": Stages,
 }
 
 
