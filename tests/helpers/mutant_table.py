@@ -1219,7 +1219,7 @@ MUTANTS = (
     ),
     Mutant(
         "second forward: gradients and hooks that a forward leaves on weights are not seen",
-        "ebbtide/wrap/checkpointable.py",
+        "ebbtide/wrap/unchanged.py",
         "        if not self._left.same(_left_on(self._weights)):\n",
         "        if False:\n",
         SECOND_FORWARD,
@@ -1233,14 +1233,14 @@ MUTANTS = (
     ),
     Mutant(
         "second forward: arguments that a forward detaches are not seen",
-        "ebbtide/wrap/checkpointable.py",
+        "ebbtide/wrap/unchanged.py",
         "        if any(needed and not x.requires_grad for x, needed, _ in self._arguments):\n",
         "        if False:\n",
         SECOND_FORWARD,
     ),
     Mutant(
         "second forward: arguments are compared by version only",
-        "ebbtide/wrap/checkpointable.py",
+        "ebbtide/wrap/unchanged.py",
         "        if not all(watched.same for _, _, watched in self._arguments):\n",
         "        if False:\n",
         SECOND_FORWARD,
@@ -1444,8 +1444,29 @@ MUTANTS = (
     Mutant(
         "second forward: parameters that a forward changes are not seen",
         "ebbtide/wrap/checkpointable.py",
-        "if list(map(_VERSION, own)) != versions or not all(watched.same for watched in before):",
+        "if not kept.holds():",
         "if False:",
+        SECOND_FORWARD,
+    ),
+    Mutant(
+        "second forward: a parameter that gets a new version, but no other bytes, counts as changed",
+        "ebbtide/wrap/unchanged.py",
+        "        if self._first:\n",
+        "        if False:\n",
+        SECOND_FORWARD,
+    ),
+    Mutant(
+        "second forward: a buffer that nothing was added to so far is never changed",
+        "ebbtide/wrap/unchanged.py",
+        "for t in stay if type(t) is nn.Parameter]",
+        "for t in stay]",
+        SECOND_FORWARD,
+    ),
+    Mutant(
+        "second forward: versions of renewed parameters that are watched already are compared",
+        "ebbtide/engine/guard.py",
+        "                    watched.version = None\n",
+        "                    pass\n",
         SECOND_FORWARD,
     ),
     Mutant(

@@ -27,6 +27,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ebbtide.base.errors import ModifiedInPlaceError
 from ebbtide.base.units import format_size
@@ -50,10 +51,10 @@ class Watched:
         compared: How the memory it lies in is compared.
     """
 
-    __slots__ = ("__weakref__", "_fingerprint", "_version", "copied", "tensor")
+    __slots__ = ("__weakref__", "_fingerprint", "copied", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor, version: int | None, compared: Compared) -> None:
-        self.tensor, self._version, self.copied = tensor.detach(), version, False
+        self.tensor, self.version, self.copied = tensor.detach(), version, False
         region = None if compared is Compared.NOT else _region(self.tensor)  # a plain tensor
         full = compared is Compared.FULL or (region is not None and region.nbytes <= FULL_BYTES)
         self._fingerprint = None if region is None else Fingerprint(region, full=full)
@@ -61,7 +62,7 @@ class Watched:
     @property
     def same(self) -> torch.Tensor | bool:
         """Whether the weight still has its value; on an accelerator perhaps a tensor of one boolean."""
-        if not self.copied and self._version is not None and self.tensor._version != self._version:
+        if not self.copied and self.version is not None and self.tensor._version != self.version:
             return False
         if self._fingerprint is None:
             return True
@@ -73,7 +74,7 @@ class Watched:
         return (
             self._fingerprint is None
             and not self.copied
-            and tensor._version == self._version
+            and tensor._version == self.version
             and tensor.layout is torch.strided
             and not tensor.is_nested
             and tensor.untyped_storage()._cdata == self.tensor.untyped_storage()._cdata
@@ -190,6 +191,7 @@ class WeightGuard:
         self.steps = 0  # optimizer steps of this process since the guard was made, and runs of their closures
         self.optimizers = 0  # of these, first steps
         self._logged = False
+        self.renewed = WeakTensorKeyDictionary()  # weights that get new versions without a change
         _listen_to_optimizers()
         _guards.add(weakref.ref(self, _guards.discard))
 
@@ -215,8 +217,13 @@ class WeightGuard:
             compared: How their bytes are compared.
         """
         large = Compared.NOT if compared is Compared.SAMPLE else compared
+        versioned = not self.renewed
         watched = [
-            Watched(weight, weight._version, large if weight.numel() * weight.itemsize > FULL_BYTES else compared)
+            Watched(
+                weight,
+                weight._version if versioned or weight not in self.renewed else None,
+                large if weight.numel() * weight.itemsize > FULL_BYTES else compared,
+            )
             for weight in weights
         ]
         self._list(watched)
@@ -227,6 +234,15 @@ class WeightGuard:
             for watched in these:
                 if watched.tensor.layout is torch.strided:
                     self._watched.add(weakref.ref(watched, self._forget))
+
+    def renew(self, weights: Sequence[torch.Tensor]) -> None:
+        """Do not compare versions of these weights, also of those watched already: forwards renew them."""
+        with self._lock:
+            self.renewed.update(dict.fromkeys(weights))
+            by_storage = self._by_storage() if weights else {}
+            for weight in weights:
+                for watched in by_storage.get(weight.untyped_storage()._cdata, ()):
+                    watched.version = None
 
     def await_last(self) -> None:
         """Await comparisons that no optimizer step follows; not while an exception is handled: that one comes first."""

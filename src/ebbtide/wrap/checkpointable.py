@@ -3,8 +3,9 @@
 [Note: what may be checkpointed]
 A second forward must compute the same values without side effects: see [Note: a second forward]. So some blocks are not
 checkpointed, and each of their tensors is decided instead: blocks called with a mutable object such as a key-value
-cache; blocks that change their own tensors in place (batch norm's running statistics, spectral norm's vectors) or a
-tensor among their arguments, or a list or dictionary there that has another name (see [Note: containers of a call]);
+cache; blocks that change their own tensors in place (batch norm's running statistics, spectral norm's vectors; see
+[Note: renewed parameters]) or a tensor among their arguments, or a list or dictionary there that has another name (see
+[Note: containers of a call]);
 blocks that can reach a random generator or hold an iterator; and blocks with units of FSDP1, which a second forward
 finds and leaves in another state (torch 2.13). Changes are observed while blocks of the kind run; the first one is
 never checkpointed. Unobserved changes are found by comparison: see [Note: checked checkpoints].
@@ -13,7 +14,6 @@ never checkpointed. Unobserved changes are found by comparison: see [Note: check
 from __future__ import annotations
 
 import logging
-import operator
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -29,8 +29,6 @@ from torch.nn.utils import parametrize
 from ebbtide.base.actions import BLOCK_ACTIONS, Action, NamesBlocks, Plan, checked_action
 from ebbtide.base.errors import RestoreError
 from ebbtide.engine import Block
-from ebbtide.engine.fingerprint import Compared
-from ebbtide.engine.guard import Watched
 from ebbtide.engine.run import BlockRun
 from ebbtide.engine.stats import Tally
 from ebbtide.wrap.agreement import Vote, Votes, has_collectives
@@ -43,6 +41,7 @@ from ebbtide.wrap.outside import LOOKS, Outside, Snapshot
 from ebbtide.wrap.state import State, States
 from ebbtide.wrap.strategy import is_fsdp1
 from ebbtide.wrap.tree import Modules
+from ebbtide.wrap.unchanged import Unchanged, Unseen
 
 logger = logging.getLogger("ebbtide.wrap")
 
@@ -55,8 +54,6 @@ _PLAIN = (
 _READ = "torch.nn.attention.flex_attention.BlockMask"
 """An argument type that blocks only read: a mask is made once per forward."""
 
-
-_VERSION = operator.attrgetter("_version")
 
 _ADVANCES = "have a generator, an iterator or a file of their own, which a second forward would advance again"
 
@@ -221,18 +218,16 @@ class Checkpointable:
         block, kind = run.block, run.block.kind
         place = block.name, module.training
         first = place not in self._looked
-        # Some kernels do not bump the version of a changed tensor: batch norm's of its running statistics.
         own = state.versioned()
-        versions = list(map(_VERSION, own))
-        before = [Watched(t, None, Compared.FULL) for t in own] if first else []
+        kept = Unchanged(own, run.engine.guard, first=first)
         inputs = Snapshot(called.leaves)
-        unseen = _Unseen(own, called) if first else None
+        unseen = Unseen(own, called) if first else None
         looks = kind not in self._refused and (first or self._looks[kind] < LOOKS or kind in self._in_doubt)
         outside = Outside(module, state.large_arrays) if looks else None
         with self._collectives.look(block, module) if first else nullcontext():
             yield
         self._looked.add(place)
-        if list(map(_VERSION, own)) != versions or not all(watched.same for watched in before):
+        if not kept.holds():
             self._refuse(kind, "change their own tensors in place, which a second forward would change again")
         if unseen is not None and (why := unseen.why()) is not None:
             self._refuse(kind, why)
@@ -339,26 +334,6 @@ def _left_changed(block: str) -> RestoreError:
     )
 
 
-class _Unseen:
-    """What a forward may do without a new version of a tensor: compared around a block's first forward only."""
-
-    def __init__(self, own: Sequence[torch.Tensor], called: Called) -> None:
-        self._weights = [t for t in own if isinstance(t, nn.Parameter)]  # FSDP1's views refuse ``is_leaf``
-        self._left = Snapshot(_left_on(self._weights))
-        arguments = [x for x in called.tensors if not x.is_inference()]
-        self._arguments = [(x, x.requires_grad, Watched(x, None, Compared.FULL)) for x in arguments]
-
-    def why(self) -> str | None:
-        """Return why a second forward would differ, if it would."""
-        if not self._left.same(_left_on(self._weights)):
-            return "write gradients or register hooks of their weights, which a second forward would do again"
-        if any(needed and not x.requires_grad for x, needed, _ in self._arguments):
-            return "detach their inputs, which a second forward cannot"
-        if not all(watched.same for _, _, watched in self._arguments):
-            return "change their inputs, which a second forward would change again"
-        return None
-
-
 def _is_value(x: Any) -> bool:
     """Whether an argument is the same in a second forward: a block cannot change it unnoticed."""
     if isinstance(x, _PLAIN) or is_number(x) or f"{type(x).__module__}.{type(x).__qualname__}" == _READ:
@@ -371,12 +346,6 @@ def _is_value(x: Any) -> bool:
 def _have_one_name(containers: Sequence[Any], state: State) -> bool:
     """Whether a second forward may write copies of containers. See [Note: containers of a call]."""
     return len(set(map(id, containers))) == len(containers) and not state.holds(containers)
-
-
-def _left_on(weights: Sequence[torch.Tensor]) -> list[Any]:
-    """Return what backwards and hooks leave on weights: gradients, and the numbers of hooks."""
-    hooks = ((weight._backward_hooks, weight._post_accumulate_grad_hooks) for weight in weights)
-    return [*(weight.grad for weight in weights), *(key for two in hooks for one in two for key in one or ())]
 
 
 def _computed_otherwise(module: nn.Module) -> str | None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
 
 import ebbtide
 from ebbtide.base.actions import Action, Candidate
@@ -752,6 +753,83 @@ class HalvesGradients(Block):
 @pytest.mark.parametrize("kind", [LearnsLocally, HalvesGradients])
 def test_what_a_forward_leaves_on_its_weights_is_left_once(kind: type[Block]) -> None:
     check_checkpointed(lambda: blocks(kind), squares, count=0)
+
+
+class Plus(nn.Module):
+    """A parametrization: something is added to a weight."""
+
+    def __init__(self, more: Tensor) -> None:
+        super().__init__()
+        self.more = more
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.more
+
+
+class AddsToWeight(Block):
+    """Computes with a weight plus a product, by a parametrization that stays for one forward: PEFT's target_parameters.
+
+    With it the weight gets a new version, and keeps its bytes, until ``grows``.
+    """
+
+    grows = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Parameter(torch.randn(16, 2)), nn.Parameter(torch.randn(2, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.up.weight
+        register_parametrization(self.up, "weight", Plus(self.left @ self.right))
+        if self.grows:
+            with torch.no_grad():
+                weight += 1
+        try:
+            return super().forward(x)
+        finally:
+            remove_parametrizations(self.up, "weight", leave_parametrized=False)
+
+
+@pytest.mark.parametrize("step", [squares, two_losses])
+@pytest.mark.parametrize("learns", [False, True])
+def test_a_parameter_with_a_new_version_and_the_same_bytes_did_not_change(learns: bool, step: Any) -> None:
+    def make() -> nn.Module:
+        model = Stack(AddsToWeight(), AddsToWeight(), AddsToWeight())
+        for block in model.blocks:
+            block.up.weight.requires_grad_(learns)  # type: ignore[union-attr]
+        return sgd(model)
+
+    check_checkpointed(make, step)
+
+
+class Counts(Block):
+    """Adds to a buffer in each forward: nothing at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 0
+        return super().forward(x)
+
+
+def test_a_buffer_that_is_written_may_change_later() -> None:
+    check_checkpointed(lambda: blocks(Counts), squares, count=0)
+
+
+def test_a_parameter_that_forwards_begin_to_change_raises() -> None:
+    model = blocks(AddsToWeight)
+    with ebbtide.enable_activation_offloading(model, policy="minimal", min_bytes=0) as handle:
+        for step in range(3):
+            squares(model, step)
+        assert handle.stats().checkpointed_blocks == 3
+        AddsToWeight.grows = True
+        try:
+            with pytest.raises(ModifiedInPlaceError):
+                squares(model, 3)
+        finally:
+            AddsToWeight.grows = False
 
 
 class Given(Block):

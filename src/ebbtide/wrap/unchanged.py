@@ -1,0 +1,80 @@
+"""What a forward changes in the tensors that a block can reach, and in its arguments.
+
+[Note: renewed parameters] A parameter may get a new version without a change: PEFT computes with experts' parameters
+plus adapters (``target_parameters``) by a parametrization that each forward registers and removes again, and torch does
+so by ``parameter.set_(parameter)``. A second forward may do that once more. So a parameter whose memory and bytes are
+the same after a block's first forward may get new versions in its later ones, and until its backward, too. Then it is
+compared as weights without versions are, those of FSDP; a write that a later forward begins is found there. Buffers are
+different: what forwards write in them often changes nothing at first (a sum of zeros).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ebbtide.engine.fingerprint import Compared
+from ebbtide.engine.guard import Watched, WeightGuard
+from ebbtide.wrap.called import Called
+from ebbtide.wrap.outside import Snapshot
+
+_VERSION = operator.attrgetter("_version")
+
+
+class Unchanged:
+    """Whether a forward leaves the tensors of a block as they are.
+
+    Args:
+        own: The tensors.
+        guard: Knows the parameters that get new versions without a change; a first forward adds to them.
+        first: Compare all bytes: some kernels do not bump the version of a changed tensor, such as batch norm's of its
+            running statistics.
+    """
+
+    def __init__(self, own: Sequence[torch.Tensor], guard: WeightGuard, *, first: bool) -> None:
+        self._own, self._guard, self._first = own, guard, first
+        self._versions = list(map(_VERSION, own))
+        self._before = [Watched(t, None, Compared.FULL) for t in own] if first else []
+
+    def holds(self) -> bool:
+        """Return whether they are as before."""
+        if not all(watched.same for watched in self._before):
+            return False
+        versions = list(map(_VERSION, self._own))
+        if versions == self._versions:
+            return True
+        new = [i for i, (now, then) in enumerate(zip(versions, self._versions, strict=True)) if now != then]
+        if self._first:
+            stay = (self._own[i] for i in new if not self._before[i].replaces(self._own[i]))
+            self._guard.renew([t for t in stay if type(t) is nn.Parameter])
+        return all(self._own[i] in self._guard.renewed for i in new)
+
+
+class Unseen:
+    """What a forward may do without a new version of a tensor: compared around a block's first forward only."""
+
+    def __init__(self, own: Sequence[torch.Tensor], called: Called) -> None:
+        self._weights = [t for t in own if isinstance(t, nn.Parameter)]  # FSDP1's views refuse ``is_leaf``
+        self._left = Snapshot(_left_on(self._weights))
+        arguments = [x for x in called.tensors if not x.is_inference()]
+        self._arguments = [(x, x.requires_grad, Watched(x, None, Compared.FULL)) for x in arguments]
+
+    def why(self) -> str | None:
+        """Return why a second forward would differ, if it would."""
+        if not self._left.same(_left_on(self._weights)):
+            return "write gradients or register hooks of their weights, which a second forward would do again"
+        if any(needed and not x.requires_grad for x, needed, _ in self._arguments):
+            return "detach their inputs, which a second forward cannot"
+        if not all(watched.same for _, _, watched in self._arguments):
+            return "change their inputs, which a second forward would change again"
+        return None
+
+
+def _left_on(weights: Sequence[torch.Tensor]) -> list[Any]:
+    """Return what backwards and hooks leave on weights: gradients, and the numbers of hooks."""
+    hooks = ((weight._backward_hooks, weight._post_accumulate_grad_hooks) for weight in weights)
+    return [*(weight.grad for weight in weights), *(key for two in hooks for one in two for key in one or ())]
