@@ -97,7 +97,7 @@ def test_an_interpreter_without_ebbtide_is_named(tmp_path: Path) -> None:
         (["run", "--", "accelerate", "launch"], "'accelerate' is no program; .*\nhint: accelerate is not on PATH: "),
         (["run", "--", str(LOOP)], "it is a Python file; .*\nhint: ebbtide run -- python .*loop.py"),
         (["run", "--policy", "minimum", "--", "true"], "policy is 'minimum'; .*\nhint: did you mean 'minimal'"),
-        (["run", "--policy", "no.json", "--", "true"], "plan file 'no.json' does not exist; .*\nhint: "),
+        (["run", "--policy", "no.json", "--", "true"], "'no.json' cannot be read .*; expected a plan file\nhint: "),
         (["run", "--policy", "../bad.json", "--", "true"], "'../bad.json' is no plan file of this release .*\nhint: "),
         (["run", "--out", "", "--", "true"], "--out is ''; expected a folder\nhint: "),
         (
@@ -105,6 +105,7 @@ def test_an_interpreter_without_ebbtide_is_named(tmp_path: Path) -> None:
             "disk path '/.*/no' does not exist; .*\nhint: name a .* as disk_path",
         ),
         (["run", "--steps", "0", "--", "true"], "--steps is '0'; expected an integer, 1 or more"),
+        (["run", "--steps", "1", "--steps=2", "--", "true"], "--steps is set twice: 1, 2; .*\nhint: leave one out"),
         (["run", "--setps", "1", "--", "true"], "unknown argument '--setps'; .*\nhint: did you mean '--steps'"),
         (["compare", "--"], "there is no command; .*\nhint: such as `ebbtide compare -- python train.py`"),
         (["compare", "python", "train.py"], "'python' is no recipe; .*\nhint: ebbtide compare -- python train.py"),

@@ -126,8 +126,9 @@ def check_results(folder: Path) -> None:
     Raises:
         DataError: It has one.
     """
+    has_record = (folder / EVENTS_FILE).exists() or records_aside(folder)  # first: a run removes its results before it
     found = [name for name in (SUMMARY_FILE, REPORT_FILE) if (folder / name).exists()]
-    if found and not (folder / EVENTS_FILE).exists() and not records_aside(folder):
+    if found and not has_record:
         raise DataError(
             f"{folder} already holds {' and '.join(found)} of something other than a run",
             expected="a folder without them",

@@ -11,7 +11,7 @@ from ebbtide.base.errors import TrainingError
 from ebbtide.cli.children import Ended
 from ebbtide.cli.rounds import CompareResult, Rounds, begin, run_rounds
 from ebbtide.cli.run import check_command
-from ebbtide.script.request import NOTES_FILE, Request, read_notes, why_uncounted, why_untrained
+from ebbtide.script.request import Request, read_notes, remove_notes, why_uncounted, why_untrained
 
 
 def compare_script(
@@ -47,7 +47,7 @@ def compare_script(
 
     def start(mode: str, folder: Path) -> tuple[list[str], dict[str, str]]:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / NOTES_FILE).unlink(missing_ok=True)  # of an attempt that trained nothing
+        remove_notes(folder)
         request = Request(mode=mode, folder=str(folder.absolute()), compared=True, steps=steps)
         # Sets of strings have the same order in every run.
         return list(command), request.environment({"PYTHONHASHSEED": "0", **os.environ})

@@ -14,11 +14,24 @@ from typing import Any, NoReturn
 from ebbtide.base.errors import ConfigError, nearest
 
 
+class _Store(argparse.Action):
+    """Store a value; raise if its flag has another value already, as verbs with settings do."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        before = namespace.__dict__.setdefault("_set", {}).setdefault(self.dest, values)
+        if option_string is not None and before != values:
+            found = f"{option_string} is set twice: {before}, {values}"
+            raise ConfigError(found, expected="one value", hint="leave one out")
+        setattr(namespace, self.dest, values)
+
+
 class Parser(argparse.ArgumentParser):
     """argparse with this command line's errors and without abbreviated flags."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
+        self.register("action", None, _Store)
+        self.register("action", "store", _Store)
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parse arguments and reject unknown ones.
@@ -26,7 +39,7 @@ class Parser(argparse.ArgumentParser):
         Raises:
             ConfigError: A flag is unknown or lacks its value, or there is an extra word.
         """
-        own, unknown = self.parse_known_args(list(argv))
+        own, unknown = self.parse_known_intermixed_args(list(argv))
         if unknown:
             close = nearest(unknown[0].partition("=")[0], list(self._option_string_actions))
             raise ConfigError(

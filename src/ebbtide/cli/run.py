@@ -28,7 +28,7 @@ from ebbtide.cli.signals import handled
 from ebbtide.cli.starting import signal_words, started, wait_for
 from ebbtide.config import MIN_BYTES, POLICIES, policy_named
 from ebbtide.planner.table import load_plan
-from ebbtide.script.request import NOTES_FILE, Request, read_notes, why_uncounted, why_untrained
+from ebbtide.script.request import Request, read_notes, remove_notes, why_uncounted, why_untrained
 
 EXAMPLE = "-- python train.py"
 _OF_KEYBOARD = (signal.SIGINT, signal.SIGQUIT)
@@ -95,7 +95,7 @@ def run(argv: Sequence[str]) -> int:
             from ebbtide.track.summary import record_failure
 
             record_failure(out, f"exit code {code}")
-        print(f"ebbtide: `ebbtide report {out}` draws the run", file=sys.stderr)
+        print(f"ebbtide: `{shlex.join(['ebbtide', 'report', str(out)])}` draws the run", file=sys.stderr)
     return code
 
 
@@ -170,9 +170,6 @@ def _policy(policy: str | None) -> str | None:
     if not policy.endswith(".json"):
         policy_named(policy)
         return policy
-    if not Path(policy).is_file():
-        hint = "handle.plan.save(path) writes one"
-        raise DataError(f"plan file {policy!r} does not exist", expected="a file that a plan was saved to", hint=hint)
     load_plan(policy)
     return str(Path(policy).absolute())
 
@@ -197,7 +194,7 @@ def _folder(out: Path, claimed: contextlib.ExitStack) -> Path:
                 raise
             return out.absolute()  # the same command on another node was first
         check_results(out)
-        (out / NOTES_FILE).unlink(missing_ok=True)  # of a command that trained nothing there is no record
+        remove_notes(out)
         with contextlib.suppress(FileNotFoundError):
             kept = put_record_aside(out)
             print(f"ebbtide: the record of an earlier run in {out} is kept as {kept.name}", file=sys.stderr)

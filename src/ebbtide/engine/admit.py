@@ -59,6 +59,7 @@ class Admission(RunRecord):
         self.builder: Builder | None = None  # made last, because an interrupt may strike before
         super().__init__(block, pass_, engine.orders, engine.live_tickets, checkpointed=checkpointed)
         self.jagged = False  # it saved a jagged tensor, or a part of one
+        self.filtered = False  # it saved a tensor, no input of its, that keep_filter keeps
         self.replays = False  # uses memos: see [Note: memo]
         self._memo: Memo | None = None  # of the tensor that is saved now
         self._seen: set[weakref.ref[Entry]] = set()
@@ -141,7 +142,10 @@ class Admission(RunRecord):
         is_input = came_in or (made_by == CAST and self._inputs.casts(base))
         made = "input" if is_input else outer.node if outer is not None else made_by
         site = self._sites.next(self.running[-1].name if self.running else "", made)
-        may_recompute = covered and engine.may_recompute(tensor)
+        allowed = engine.may_recompute(tensor)
+        if not allowed and not came_in:  # a checkpoint holds inputs
+            self.filtered = True
+        may_recompute = covered and allowed
         weight = None
         if may_recompute and (node is None or (made_by == CAST and shown is not None)):
             weight = self.weights.copied(base, self._innermost)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
+from ebbtide.base.errors import counted
 from ebbtide.base.units import format_size
 
 ABSENT = "–"
@@ -184,20 +185,18 @@ def ratio_value(summary: Summary, plain: Summary | None) -> float | None:
 
 
 def loss_verdict(summary: Summary, plain: Summary | None) -> str:
-    """Return in words whether losses are bitwise equal to plain's: those of one model, of steps that have one."""
+    """Return in words whether losses are bitwise equal to plain's: those of one model, of the steps that both have."""
     if plain is not None and summary.get("model") != plain.get("model"):
         return ABSENT
-    equal = summary.get("loss_equal")
+    equal, where = summary.get("loss_equal"), ""
     if "loss_equal" not in summary and plain is not None:
         ours, theirs = (
             {step: loss for step, loss in losses_by_step(run).items() if loss is not None} for run in (summary, plain)
         )
-        both = ours.keys() & theirs.keys()
-        if both:
-            # A resumed run begins later, a stopped one ends earlier; of others the shorter one lacks steps.
-            is_part = min(ours) != min(theirs) or any(run.get("status", "ok") != "ok" for run in (summary, plain))
-            equal = all(ours[step] == theirs[step] for step in both) if is_part else ours == theirs
-    return ABSENT if equal is None else "equal" if equal else "differ"
+        if both := ours.keys() & theirs.keys():
+            equal = all(ours[step] == theirs[step] for step in both)
+            where = "" if ours.keys() == theirs.keys() else f" in {counted(len(both), 'step')}"
+    return ABSENT if equal is None else f"equal{where}" if equal else "differ"
 
 
 def size(value: float | None) -> str:

@@ -112,7 +112,7 @@ def _against(summary: Summary, plain: Summary, again: Summary | None) -> str:
     elif (times := ratio_value(summary, plain)) is not None:
         facts.append(f"step {100 * (times - 1):+.0f} %".replace("-", "−"))
     if (losses := loss_verdict(summary, plain)) != ABSENT:
-        facts.append("losses bitwise equal" if losses == "equal" else "LOSSES DIFFER")
+        facts.append("LOSSES DIFFER" if losses == "differ" else f"losses bitwise {losses}")
     return ", ".join(facts) or "nothing was measured"
 
 

@@ -14,8 +14,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from ebbtide.base.errors import DataError
 from ebbtide.base.runs import Event
 
 VARIABLE = "EBBTIDE_SCRIPT"
@@ -79,8 +80,23 @@ def read_notes(folder: Path) -> list[Event]:
     notes: list[Event] = []
     for line in path.read_bytes().splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError):
-            notes.append(json.loads(line))
+            note: object = json.loads(line)
+            if isinstance(note, dict) and {"t", "event"} <= note.keys():
+                notes.append(cast("Event", note))
     return sorted(notes, key=lambda note: note["t"])
+
+
+def remove_notes(folder: Path) -> None:
+    """Remove the notes of an earlier command: one that trained nothing leaves no record.
+
+    Raises:
+        DataError: The file holds something else.
+    """
+    path = folder / NOTES_FILE
+    if path.exists() and path.stat().st_size and not read_notes(folder):
+        found = f"{folder} already holds {NOTES_FILE} of something other than a run"
+        raise DataError(found, expected="a folder without it", hint="choose another folder, or remove it")
+    path.unlink(missing_ok=True)
 
 
 def why_untrained(notes: Sequence[Event]) -> tuple[str, str] | None:

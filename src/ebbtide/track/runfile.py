@@ -188,15 +188,14 @@ class RunFile:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            check_results(self.folder)
             if self._overwrite:
+                self._remove_results()
                 with suppress(FileNotFoundError):  # without a record, samples from outside are this run's
                     path.unlink()
                     (self.folder / OUTSIDE_FILE).unlink()
-            else:
-                check_results(self.folder)
             self._file = os.open(path, flags if self._overwrite else flags | os.O_EXCL, 0o666)
-            for name in (SUMMARY_FILE, REPORT_FILE):
-                (self.folder / name).unlink(missing_ok=True)
+            self._remove_results()
         except OSError as error:
             if isinstance(error, FileExistsError) and path.exists():  # maybe of a process that began at the same time
                 raise DataError(
@@ -209,6 +208,10 @@ class RunFile:
                 expected="a folder for the run's files",
                 hint="choose a folder that you may write to",
             ) from error
+
+    def _remove_results(self) -> None:
+        for name in (SUMMARY_FILE, REPORT_FILE):
+            (self.folder / name).unlink(missing_ok=True)
 
     def _close(self) -> None:
         with self._lock:

@@ -233,6 +233,8 @@ class Checkpointable:
             self._refuse(kind, why)
         if outside is not None:
             self._see_outside(kind, outside)
+        if run.filtered:
+            self._refuse(kind, "save tensors for which keep_filter returns False")
         if run.jagged:
             self._refuse(kind, "create jagged tensors, whose sizes a second forward would name differently")
         leaves, spec = called.flatten()

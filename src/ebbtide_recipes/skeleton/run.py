@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import shlex
 import tempfile
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
@@ -260,7 +261,8 @@ def _train(recipe: Recipe[ConfigT], config: ConfigT, trainer: RecordedTrainer, f
             offload.close()
     recipe.finish(config, trainer, folder)
     steps = counted(trainer.state.global_step, "step")
-    LOGGER.info("%s done; the record is in %s: `ebbtide report %s` makes report.html", steps, folder, folder)
+    drawn = shlex.join(["ebbtide", "report", str(folder)])
+    LOGGER.info("%s done; the record is in %s: `%s` makes report.html", steps, folder, drawn)
 
 
 def _record(recipe: Recipe[ConfigT], config: ConfigT, folder: Path) -> AbstractContextManager[object]:

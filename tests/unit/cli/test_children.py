@@ -259,11 +259,12 @@ def test_notes_of_an_attempt_that_trained_nothing_explain_no_later_one(
     assert "nothing was offloaded: no process of the command imported torch" in capsys.readouterr().err
 
 
-def test_a_comparison_in_the_folder_is_kept(tmp_path: Path) -> None:
-    (tmp_path / "summary.json").write_text("of a comparison")
-    with pytest.raises(DataError, match="(?s)already holds summary.json of something other than a run; .*\nhint: "):
+@pytest.mark.parametrize("name", ["summary.json", "notes.jsonl"])
+def test_what_is_of_no_run_is_kept(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text('{"t": "of a comparison, or by hand"}\n[1]\n')
+    with pytest.raises(DataError, match=f"(?s)already holds {name} of something other than a run; .*\nhint: "):
         run_module.run(["--out", str(tmp_path), "--", "touch", str(tmp_path / "started")])
-    assert (tmp_path / "summary.json").exists() and not (tmp_path / "started").exists()
+    assert (tmp_path / name).exists() and not (tmp_path / "started").exists()
 
 
 @pytest.mark.parametrize("recorded", [True, False])

@@ -199,6 +199,8 @@ def test_a_folder_without_anything_is_an_error(tmp_path):
         (["RUN", "--form", "json"], "unknown argument '--form'"),
         (["RUN", "again"], "run folder 'again' does not exist"),
         (["RUN", "RUN"], "a folder is named twice; expected folders of different runs\nhint: "),
+        (["RUN", "--format", "text", "again"], "run folder 'again' does not exist"),
+        (["RUN", "--format", "text", "--format", "json"], "--format is set twice: text, json; .*\nhint: leave one out"),
         (["RUN", "--output"], "expected one argument; expected arguments of `ebbtide report`"),
         ([], "arguments are required: run_folder; .*\nhint: `ebbtide report --help`"),
         (["rnu"], "run folder 'rnu' does not exist; .*\nhint: did you mean 'run'"),

@@ -8,7 +8,9 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 
+import ebbtide
 from ebbtide.base.actions import Action, Candidate
 from ebbtide.base.events import Bus
 from ebbtide.config import Minimal
@@ -295,3 +297,31 @@ def test_blocks_that_refused_are_compared_with_nobody() -> None:
     for _ in range(ROUNDS):
         plan.saw_span(Span(seconds=9.0, peak_bytes=None, saved_bytes=found.saved_bytes, blocks=blocks))
     assert action(plan) is Action.KEEP and "a block took" not in plan.explain()
+
+
+@pytest.mark.parametrize("width", [64, 32, 0])
+def test_no_checkpoint_recomputes_what_a_filter_keeps(width: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Of a block's hidden tensors, its inputs, or everything"""
+    torch.manual_seed(0)
+    blocks = [
+        torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Hardshrink(), torch.nn.Linear(64, 32)) for _ in "abcd"
+    ]
+    model, x = torch.nn.Sequential(*blocks), torch.randn(16, 32)
+
+    def step() -> list[torch.Tensor]:
+        model.zero_grad()
+        model(x).pow(2).sum().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    expected, checkpointed = step(), 0
+    with ebbtide.enable_activation_offloading(
+        model, policy="minimal", min_bytes=0, keep_filter=lambda t: width not in (0, t.shape[-1])
+    ) as handle:
+        for _ in range(8):
+            assert all(a.equal(b) for a, b in zip(step(), expected, strict=True))
+            stats = handle.stats()
+            hidden = {0: stats.unique_bytes, 32: 0, 64: 4 * 16 * 64 * 4}[width]
+            assert stats.kept_bytes >= hidden
+            checkpointed += stats.checkpointed_blocks
+    assert (checkpointed > 0) is (width == 32), "a checkpoint holds the inputs of its block"
+    assert ("save tensors for which keep_filter returns False" in caplog.text) is (width != 32)

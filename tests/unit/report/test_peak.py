@@ -316,17 +316,16 @@ def test_losses_of_a_resumed_run_stand_at_their_steps() -> None:
     table = losses_table({"whole": whole, "rest": rest})
     assert [row[0] for row in table.rows] == ["1", "2", "3", "4"]
     assert [row[3] for row in table.rows] == [ABSENT, ABSENT, "equal", "equal"]
-    assert loss_verdict(rest, whole) == "equal" and loss_verdict(wrong, whole) == "differ"
-    assert loss_verdict({"loss": [5.0, 4.0]}, whole) == "differ"  # it lacks steps
-    for status, verdict in (("ok", "differ"), ("interrupted", "equal"), ("killed", "equal")):
-        assert loss_verdict({"loss": [5.0, 4.0], "status": status}, whole) == verdict
-        assert loss_verdict(whole, {"loss": [5.0, 4.0], "status": status}) == verdict
+    assert loss_verdict(rest, whole) == "equal in 2 steps" and loss_verdict(wrong, whole) == "differ"
+    for status in ("ok", "interrupted", "killed"):  # a shorter run, whatever ended it
+        assert loss_verdict({"loss": [5.0, 4.0], "status": status}, whole) == "equal in 2 steps"
+        assert loss_verdict(whole, {"loss": [5.0], "status": status}) == "equal in 1 step"
     assert loss_verdict({"loss": [5.0, 1.0], "status": "killed"}, whole) == "differ"
     assert loss_verdict({"loss": [5.0, 4.0], "model": "another"}, whole) == ABSENT
     assert loss_verdict({"loss": [3.0], "first_step": 9}, whole) == ABSENT, "no step in common"
     sparse = {"loss": [4.0, 2.0], "first_step": 2, "step_numbers": [2, 4]}
     assert [row[3] for row in losses_table({"whole": whole, "sparse": sparse}).rows] == [ABSENT, "equal"] * 2
-    assert loss_verdict(sparse, whole) == "equal"
+    assert loss_verdict(sparse, whole) == "equal in 2 steps"
     alone = losses_svg({"rest": rest}) or ""
     assert ">3<" in alone and ">4<" in alone and ">1<" not in alone
 

@@ -127,15 +127,16 @@ def test_samples_from_outside_of_a_replaced_run_are_removed(tmp_path, recorded):
     assert (tmp_path / "outside.jsonl").exists() is not recorded
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("name", ["summary.json", "report.html"])
-def test_a_summary_or_a_report_of_something_else_is_kept(tmp_path, name):
+def test_a_summary_or_a_report_of_something_else_is_kept(tmp_path, name, overwrite):
     (tmp_path / name).write_text("of a comparison")
     refused = pytest.raises(DataError, match=f"(?s)already holds {name} of something other than a run; .*\nhint: ")
-    with refused, RunFile(tmp_path, bus=Bus()):
+    with refused, RunFile(tmp_path, bus=Bus(), overwrite=overwrite):
         pass
     assert [path.name for path in tmp_path.iterdir()] == [name]
     (tmp_path / "run-1.jsonl").touch()  # it is of that run
-    with RunFile(tmp_path, bus=Bus()):
+    with RunFile(tmp_path, bus=Bus(), overwrite=overwrite):
         assert not (tmp_path / name).exists()
 
 
