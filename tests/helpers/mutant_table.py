@@ -1129,7 +1129,7 @@ MUTANTS = (
     Mutant(
         "second forward: the table of CTC is compared",
         "ebbtide/wrap/checkpointedcall.py",
-        ', "CtcLossBackward0")',
+        ', "CtcLossBackward")',
         ",)",
         ONE_LAYER,
     ),
