@@ -259,3 +259,30 @@ def test_a_block_with_a_new_part_is_watched_as_if_it_were_new(
     plain, _ = train(make, step, 5)
     got, stats = train(make, step, 5, policy=Changes())
     assert difference(plain, got) == "" and stats.checkpointed_blocks == checkpointed
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, None], ids=["batch norm", "another buffer"])
+def test_a_batch_norm_is_named_where_blocks_are_not_checkpointed(
+    norm: type[nn.Module] | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    model: Any = sgd(Stack(*(Composed() for _ in range(3))))
+    for block in model.blocks:
+        block.part = Counts() if norm is None else norm(16)
+    with ebbtide.enable_activation_offloading(model, policy="minimal", min_bytes=0):
+        squares(model, 0)
+    (text,) = [record.getMessage() for record in caplog.records if "not checkpointed" in record.getMessage()]
+    assert "their own tensors in place" in text and ("hint: BatchNorm" in text) is (norm is not None)
+
+
+class Counts(nn.Module):
+    """Counts its calls in a buffer."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return x.sin()
