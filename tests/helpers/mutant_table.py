@@ -4,6 +4,7 @@ from tests.helpers.mutants import Mutant
 
 DECLARED = ("tests/unit/engine/test_declared.py",)
 OPERANDS = ("tests/unit/engine/test_operands.py",)
+IN_PLACE = ("tests/unit/engine/test_in_place.py",)
 MEMO = ("tests/unit/engine/test_memo.py",)
 TRUST = ("tests/unit/engine/test_trust.py",)
 HOOKED = ("tests/unit/planner/test_hooked.py",)
@@ -1574,6 +1575,20 @@ MUTANTS = (
         "_caster(dtype, copy=True)",
         "_caster(dtype)",
         SECOND_LOOK,
+    ),
+    Mutant(
+        "recipes: what was written in place is as its node made it",
+        "ebbtide/engine/admit.py",
+        " and node._sequence_nr() + 1 == torch.autograd._get_sequence_nr()",
+        "",
+        IN_PLACE,
+    ),
+    Mutant(
+        "recipes: what was written twice in place is as its node made it",
+        "ebbtide/engine/admit.py",
+        "tensor._version == 1 and node is not None",
+        "node is not None",
+        IN_PLACE,
     ),
     Mutant(
         "recipes: operands are recomputed under the numerics of their reader",

@@ -57,6 +57,10 @@ _READ = "torch.nn.attention.flex_attention.BlockMask"
 
 _ADVANCES = "have a generator, an iterator or a file of their own, which a second forward would advance again"
 
+_CHANGE_OWN = "change their own tensors in place, which a second forward would change again"
+
+_NORMS = "; hint: BatchNorm counts each batch; recipes and offloading save the memory; GroupNorm can be checkpointed"
+
 _TOO_MUCH = "can reach more containers, elements or bytes of writeable arrays than are restored for a second forward"
 
 _INPUT_BYTES = tuple(2**power for power in (0, 10, 20, 30, 40))
@@ -228,7 +232,8 @@ class Checkpointable:
             yield
         self._looked.add(place)
         if not kept.holds():
-            self._refuse(kind, "change their own tensors in place, which a second forward would change again")
+            norms = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules())
+            self._refuse(kind, _CHANGE_OWN, _NORMS if norms else "")
         if unseen is not None and (why := unseen.why()) is not None:
             self._refuse(kind, why)
         if outside is not None:

@@ -279,3 +279,30 @@ def test_weights_that_one_forward_computes_for_the_next(policy: Any) -> None:
             return model(torch.randn(8, 16)).square().mean() + model(torch.randn(8, 16)).mean()
 
     check(_orthogonal, step, policies=[policy])
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, None], ids=["batch norm", "another buffer"])
+def test_a_batch_norm_is_named_where_blocks_are_not_checkpointed(
+    norm: type[nn.Module] | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    model: Any = sgd(Stack(*(Composed() for _ in range(3))))
+    for block in model.blocks:
+        block.part = Counts() if norm is None else norm(16)
+    with ebbtide.enable_activation_offloading(model, policy="minimal", min_bytes=0):
+        squares(model, 0)
+    (text,) = [record.getMessage() for record in caplog.records if "not checkpointed" in record.getMessage()]
+    assert "their own tensors in place" in text and ("hint: BatchNorm" in text) is (norm is not None)
+
+
+class Counts(nn.Module):
+    """Counts its calls in a buffer."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return x.sin()
