@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ebbtide.base.actions import Plan
 from ebbtide.base.errors import RestoreError, note_place
 from ebbtide.base.events import Bus
 from ebbtide.engine.executed import RecomputeTimer
@@ -61,9 +62,23 @@ def _runs_elsewhere() -> bool:
     return False
 
 
+def _warn_of_recorded(run: RunRecord) -> bool:
+    """Warn that what a recorded backward saves stays, unless hooks are open around it; return whether."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:  # pyright: ignore
+        return False
+    logger.warning(
+        "a backward through block %r was recorded (create_graph=True: forces, derivatives in a loss, gradient "
+        "penalties): what it saves itself stays on the device and is in none of the figures; "
+        "hint: open `with ebbtide.offload_saved_tensors():` around the forward and that backward, too",
+        run.block.name,
+    )
+    return True
+
+
 class _Engine(Protocol):
     """The part of ``Engine`` that a restorer uses; a protocol, because that module imports this one."""
 
+    plan: Plan
     tier: Tier
     lock: threading.RLock
     trust: Trust
@@ -101,6 +116,7 @@ class Restorer:
         self.backwards: dict[int, Backward] = {}
         self.recomputes, self.recompute_seconds = 0, 0.0
         self._timer: RecomputeTimer | None = None  # while a step is measured
+        self._warned = False  # of a backward that is recorded
 
     def read(self, ticket: Ticket, task: int) -> torch.Tensor:
         """Return the bytes of a ticket's entry; recompute them if they are nowhere else.
@@ -265,6 +281,8 @@ class Restorer:
         logger.debug("Reloading activation group %d/%d", run.block.index + 1, run.block.count)
         self._bus.emit("block_backward", index=run.block.index, name=run.block.name)
         engine = self._engine()
+        if torch.is_grad_enabled() and not self._warned and engine is not None and engine.plan.name != "keep":
+            self._warned = _warn_of_recorded(run)
         if engine is not None and engine.timer is not None:
             engine.timer.backward_begins(run)
             self._timer = engine.timer.recomputes

@@ -9,7 +9,8 @@ linear layers), the model is one block.
 Class names are never used, so unknown models work, too.
 
 A module without a forward, such as a list, or the bare ``nn.Module()`` that holds a stage of many autoencoders, is
-never called, so it is no block: what it holds is looked at in its place. A list of stages of layers is thus one stack.
+never called, so it is no block: what it holds is looked at in its place. A list of stages of layers is thus one stack,
+and so is one of lists of a norm, an attention and a residual each: there what has submodules repeats.
 
 Where each block of a stack consists of lists of layers, as in a U-Net, these blocks are *stages*. Backward needs what a
 block saves all at once, and the model has few stages: so their layers are the blocks, and those of a layer that has a
@@ -185,8 +186,10 @@ def stack_of(module: nn.Module) -> nn.Module | None:
 
 def _stacks(name: str, module: nn.Module, least: int) -> Iterator[tuple[str, nn.Module]]:
     children = [(f"{name}.{k}" if name else k, c) for k, c in module.named_children()]
-    stack = [(n, c) for n, c in _called(children) if _composed(c) or any(True for _ in c.parameters()) or _is_flat(c)]
-    if isinstance(module, _CONTAINERS) and _is_stack([c for _, c in stack]):
+    called = _called(children)
+    stack = [(n, c) for n, c in called if _composed(c) or any(True for _ in c.parameters()) or _is_flat(c)]
+    judged = [c for _, c in stack if called == children or _composed(c)]
+    if isinstance(module, _CONTAINERS) and _is_stack(judged):
         stages = [_layers_of_stage(path, block) for path, block in stack]
         if not all(stages):
             yield from stack

@@ -131,10 +131,13 @@ class Watch:
         elif not _is_low(coverage):
             logger.info("%s", coverage)
         else:
+            outside = coverage.total_bytes - coverage.inside_bytes
+            own = 2 * coverage.outside.get("", 0) > outside
             logger.warning(
-                "%s (%s), which stays on the device; hint: blocks=[...] names the modules to offload, such as those "
-                "that save most",
-                coverage, format_size(coverage.total_bytes - coverage.inside_bytes),
+                "%s (%s), which stays on the device; hint: %s", coverage, format_size(outside),
+                "what the model's own forward saves belongs to no module: `with ebbtide.offload_saved_tensors():` "
+                "around the step offloads it" if own
+                else "blocks=[...] names the modules to offload, such as those that save most",
             )  # fmt: skip
 
     def _better(self, blocks: Blocks, coverage: Coverage) -> Blocks | None:

@@ -90,7 +90,8 @@ def name_checkpoints(logged: set[str], block: str, *, known: bool = True) -> Non
             block,
             "offloads what these checkpoints keep and chooses nothing else in such blocks"
             if known
-            else "offloads nothing of them, as the checkpoint is an autograd function that is not torch's",
+            else "offloads nothing of them, as the checkpoint is an autograd function that is not torch's (reversible "
+            "layers keep nothing that could be offloaded)",
         )
 
 

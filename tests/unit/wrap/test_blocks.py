@@ -138,6 +138,16 @@ class Silent(nn.Module):
         return self.dropout(x)
 
 
+def test_layers_that_are_lists_of_norms_and_modules_are_one_stack() -> None:
+    """As in x-transformers, whose norms and residuals outnumber what is composed."""
+    layers = nn.ModuleList(
+        nn.ModuleList([nn.ModuleList([nn.LayerNorm(WIDTH)]), attention_or_mlp(), nn.LayerNorm(WIDTH)])
+        for attention_or_mlp in (Attention, Mlp, Attention, Mlp)
+    )
+    found = [block.name for _, block in find_blocks(Named(embed=nn.Embedding(9, WIDTH), body=Named(layers=layers)))]
+    assert found == [f"body.layers.{i}.{part}" for i in range(4) for part in ("0.0", "1", "2")]
+
+
 def test_a_list_of_lists_is_one_stack() -> None:
     """A list has no forward: as a block it would offload nothing. PVT, GLPN, PoolFormer and Florence-2 are such."""
     stages = nn.ModuleList([nn.ModuleList([Block()]), nn.ModuleList([Block(), Block()])])

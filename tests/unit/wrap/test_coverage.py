@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import pickle
@@ -308,6 +309,45 @@ class Checkpointed(Head):
 
 
 @needs_slots
+class Forces(nn.Module):
+    """An energy whose derivative is taken in the forward: a recorded backward saves most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Mlp(WIDTH), Mlp(WIDTH)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = energy = x.requires_grad_()
+        for layer in self.layers:
+            energy = layer(energy).tanh().exp()
+        (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        return force * energy
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_what_a_recorded_backward_saves_is_named_unless_it_is_offloaded(
+    around: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    model, x, losses = Forces(), torch.randn(40, WIDTH), list[Tensor]()
+    plain = model(x).sum()
+    plain.backward()
+    expected = [p.grad for p in model.parameters() if p.grad is not None]
+    caplog.clear()
+    with enable(model, "minimal"):
+        for _ in range(3):
+            model.zero_grad()
+            with ebbtide.offload_saved_tensors(min_bytes=0) if around else contextlib.nullcontext():
+                losses.append(model(x).sum())
+            losses[-1].backward()
+            assert same_bits(losses[-1], plain)
+            assert all(same_bits(p.grad, want) for p, want in zip(model.parameters(), expected, strict=False))
+    recorded = [m for m in caplog.messages if "was recorded (create_graph=True" in m]
+    low = [m for m in caplog.messages if "blocks hold" in m and "around the step offloads it" in m]
+    assert (len(recorded), len(low)) == ((0, 0) if around else (1, 1))
+    assert all("offload_saved_tensors()" in message for message in recorded)
+
+
 def test_blocks_in_checkpoints_are_no_reason_for_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     model, x = Checkpointed(), torch.randn(60, WIDTH)
     with caplog.at_level(logging.INFO, "ebbtide"), enable(model) as handle:
