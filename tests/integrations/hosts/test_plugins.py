@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import ebbtide
 from ebbtide.integrations.transformers import OffloadCallback
-from tests.helpers.hosts import STEPS, Trained, batch, differences, seeded, trained
+from tests.helpers.hosts import STEPS, Trained, batch, differences, encoder_layers, seeded, trained
 
 PAGE = Path(__file__).parents[3] / "docs/guides/trainers.md"
 
@@ -79,6 +79,18 @@ def test_torchtitans_llama_is_bitwise_the_same(monkeypatch: pytest.MonkeyPatch) 
     policy.handle.close()
     assert differences(plain, ours) == []
     assert ours.stats is not None and ours.stats.total_copy_out_bytes + ours.stats.total_recomputes > 0
+
+
+def test_torchtitans_policy_is_applied_to_a_model_and_to_its_vision_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torchtitan.distributed.activation_checkpoint", reason="needs torchtitan")
+    policy = plugin("torchtitan", monkeypatch).Offload.Config().build()
+    model: Any = nn.Module()
+    model.layers, model.vision_encoder = encoder_layers(), nn.Module()
+    model.vision_encoder.layers = encoder_layers()
+    policy.apply(model)
+    policy.apply(model.vision_encoder)
+    assert len(policy.handle.blocks) == len(model.layers) + len(model.vision_encoder.layers)
+    policy.handle.close()
 
 
 def test_fastvideos_callbacks_offload_the_student(monkeypatch: pytest.MonkeyPatch) -> None:
