@@ -171,8 +171,7 @@ def enable_activation_offloading(
             host memory with an accelerator, disk without.
         blocks: Paths of blocks, with ``*``; default: found by structure, and by the first forward's saved bytes.
         tensor_filter: False for a saved tensor that is never offloaded; it may be recomputed.
-        keep_filter: False for a saved tensor that is neither offloaded nor recomputed; no block that saves one, besides
-            its inputs, is checkpointed.
+        keep_filter: False for a saved tensor that is neither offloaded nor recomputed, nor its block checkpointed.
         min_bytes: Smaller storages stay, in bytes or as ``"64KiB"``; 0: every storage is treated.
         host_budget: Largest host memory for offloaded bytes, in bytes or as ``"40GiB"``; default: the rank's share of
             what is free on the node. Bytes beyond it go to disk.

@@ -37,7 +37,7 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--disk_path", "--disk-path", metavar="DIR", help="directory for offloaded bytes on disk")
     targets = f"one of {', '.join(TARGETS)} (default: %(default)s)"
     parser.add_argument("--target", metavar="NAME", default="auto", help=targets)
-    parser.add_argument("--out", metavar="FILE", type=Path, help="write the machine, for `make_plan(machine=...)`")
+    parser.add_argument("--out", metavar="FILE", type=Path, help="write the machine, for `ebbtide plan --gpu FILE`")
     words = "print all results as JSON, and nothing else"
     parser.add_argument("--json", nargs="?", const="true", default="false", metavar="true", help=words)
     parser.add_argument("--versions", action="store_true", help="print only versions and device, for bug reports")

@@ -143,8 +143,7 @@ class Admission(RunRecord):
         made = "input" if is_input else outer.node if outer is not None else made_by
         site = self._sites.next(self.running[-1].name if self.running else "", made)
         allowed = engine.may_recompute(tensor)
-        if not allowed and not came_in:  # a checkpoint holds inputs
-            self.filtered = True
+        self.filtered |= not (allowed or came_in)  # a checkpoint holds inputs
         may_recompute = covered and allowed
         weight = None
         if may_recompute and (node is None or (made_by == CAST and shown is not None)):
