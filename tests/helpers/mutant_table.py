@@ -1305,8 +1305,15 @@ MUTANTS = (
     Mutant(
         "second forward: the default device is that of now",
         "ebbtide/wrap/checkpointed.py",
-        "if self._device_mode is not None:",
-        "if False:",
+        "modes.enter_context(DeviceContext(mode.device))",
+        "pass",
+        ONE_LAYER,
+    ),
+    Mutant(
+        "second forward: modes that replace functions are those of now",
+        "ebbtide/wrap/checkpointed.py",
+        "elif mode not in open_now:",
+        "elif False:",
         ONE_LAYER,
     ),
     Mutant(

@@ -1,10 +1,10 @@
 """Checkpointed blocks: their forward is repeated in backward, in the context of the first.
 
 [Note: a second forward] Gradients are right only if it computes the same values as the first. So what it depends on is
-restored: autocast, the default device, the states of torch's, Python's and numpy's random generators, everything that
-the block's modules can reach (see [Note: state]: the parameters and adapters of that time, counters, memories),
-``requires_grad``, the numerics and the chosen attention kernels. Weights, buffers and other tensors of the modules are
-checked for changes: see [Note: watched weights].
+restored: autocast, the default device, modes that replace functions, the states of torch's, Python's and numpy's random
+generators, everything that the block's modules can reach (see [Note: state]: the parameters and adapters of that time,
+counters, memories), ``requires_grad``, the numerics and the chosen attention kernels. Weights, buffers and other
+tensors of the modules are checked for changes: see [Note: watched weights].
 
 Afterwards all is as it was before, also what the end of the block would have set back: a second forward is cut off
 after its last saved tensor. What it changes outside of its modules is not restored: see [Note: cut off].
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 
 from ebbtide.base.errors import ModifiedInPlaceError
@@ -105,7 +105,7 @@ class ForwardContext:
         self._kinds = list(filter(torch._C._is_autocast_available, {"cpu", run.device_type, *map(_TYPE, devices)}))
         self._restorables, self._casts = [*_SETTINGS, *generators(devices)], _casts(self._kinds)
         self._values = states(self._restorables)
-        self._numerics, self._device_mode = current_numerics(), _device_mode()
+        self._numerics, self._modes = current_numerics(), _function_modes()
 
     def call(self, called: Called, saved_bytes: int) -> Any:
         """Run the block under a checkpoint.
@@ -146,8 +146,13 @@ class ForwardContext:
                 if self._casts != casts:
                     for device_type, enabled, dtype in zip(self._kinds, *self._casts[:2], strict=True):
                         modes.enter_context(torch.autocast(device_type, dtype, enabled, self._casts[2]))
-                if self._device_mode is not None:
-                    modes.enter_context(DeviceContext(self._device_mode.device))  # one that is entered twice stays
+                open_now = _function_modes() if self._modes else ()
+                for mode in self._modes:
+                    if isinstance(mode, DeviceContext):
+                        modes.enter_context(DeviceContext(mode.device))  # one that is entered twice stays
+                    elif mode not in open_now:
+                        _push_mode(mode)
+                        modes.callback(_pop_mode)
                 if region_over and any(casts[0]):
                     # Another region, around the backward, would keep casts for the forward after the weights' update.
                     torch.set_autocast_cache_enabled(False)
@@ -210,9 +215,6 @@ def _set_casts(kinds: Sequence[str], casts: _Casts) -> None:
         torch.set_autocast_dtype(kind, dtype)
 
 
-def _device_mode() -> DeviceContext | None:
-    """Return what the default device is set by, if it is set."""
-    if not torch._C._len_torch_function_stack():
-        return None
-    modes = reversed(_get_current_function_mode_stack())
-    return next((mode for mode in modes if isinstance(mode, DeviceContext)), None)
+def _function_modes() -> Sequence[TorchFunctionMode]:
+    """Return the modes that replace functions or set the default device, outermost first."""
+    return _get_current_function_mode_stack() if torch._C._len_torch_function_stack() else ()

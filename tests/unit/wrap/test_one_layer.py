@@ -24,6 +24,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 import ebbtide
 from ebbtide.base.errors import ModifiedInPlaceError, RestoreError
@@ -217,6 +218,26 @@ def test_the_default_device_is_that_of_the_first_forward() -> None:
         out.square().mean().backward()
 
     alike(OnDevice, act)
+
+
+class ReplacesI0(TorchFunctionMode):
+    """Replaces a function by another."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return torch.special.i1e(*args) if func is torch.special.i0e else func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("around_backward", [False, True])
+def test_a_mode_that_replaces_functions_is_open_in_the_second_forward(around_backward: bool) -> None:
+    def act(model: Model) -> None:
+        mode = ReplacesI0()
+        with mode:
+            out = model(model.x)
+        with mode if around_backward else contextlib.nullcontext():
+            out.square().mean().backward()
+        assert not torch._C._len_torch_function_stack()
+
+    assert alike(Block, act)[1] == 2
 
 
 class Drops(Block):
