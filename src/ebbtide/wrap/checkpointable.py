@@ -36,7 +36,7 @@ from ebbtide.wrap.agreement import Vote, Votes, has_collectives
 from ebbtide.wrap.arrays import is_number
 from ebbtide.wrap.blocks import ENTIRE_MODEL
 from ebbtide.wrap.called import Called
-from ebbtide.wrap.collectives import Collectives, Ranks, is_distributed, shared_groups
+from ebbtide.wrap.collectives import Collectives, Ranks, is_distributed, shared_groups, uncounted
 from ebbtide.wrap.names import generators_of, is_stateless
 from ebbtide.wrap.outside import LOOKS, Outside, Snapshot
 from ebbtide.wrap.state import State, States
@@ -231,6 +231,8 @@ class Checkpointable:
         with self._collectives.look(block, module) if first else nullcontext():
             yield
         self._looked.add(place)
+        if first and (backends := uncounted()):
+            self._refuse(kind, f"may need other ranks: collectives of {'/'.join(backends)} groups are not counted")
         if list(map(_VERSION, own)) != versions or not all(watched.same for watched in before):
             self._refuse(kind, "change their own tensors in place, which a second forward would change again")
         if unseen is not None and (why := unseen.why()) is not None:
