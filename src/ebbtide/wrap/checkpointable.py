@@ -35,7 +35,7 @@ from ebbtide.wrap.agreement import Vote, Votes, has_collectives
 from ebbtide.wrap.arrays import is_number
 from ebbtide.wrap.blocks import ENTIRE_MODEL
 from ebbtide.wrap.called import Called
-from ebbtide.wrap.collectives import Collectives, Ranks, is_distributed, shared_groups
+from ebbtide.wrap.collectives import Collectives, Ranks, is_distributed, shared_groups, uncounted
 from ebbtide.wrap.names import generators_of, is_stateless
 from ebbtide.wrap.outside import LOOKS, Outside, Snapshot
 from ebbtide.wrap.state import State, States
@@ -231,6 +231,8 @@ class Checkpointable:
         with self._collectives.look(block, module) if first else nullcontext():
             yield
         self._looked.add(place)
+        if first and (backends := uncounted()):
+            self._refuse(kind, f"may need other ranks: collectives of {'/'.join(backends)} groups are not counted")
         if not kept.holds():
             norms = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules())
             self._refuse(kind, _CHANGE_OWN, _NORMS if norms else "")

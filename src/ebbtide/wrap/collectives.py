@@ -6,7 +6,8 @@ collectives, so a forward that raised the count has used the group. All ranks of
 the same order, so all of them make the same observation in the same block. Blocks whose modules have the same classes
 are assumed to use the same groups; the first of them is never checkpointed.
 
-Not detected: NCCL's point-to-point messages, and kernels that read other ranks' memory without a process group.
+Not detected: NCCL's point-to-point messages, and kernels that read other ranks' memory without a process group. Some
+backends do not count (torch's ``fake``, MPI): with a group of one, no block is checkpointed.
 """
 
 from __future__ import annotations
@@ -117,6 +118,13 @@ def shared_groups() -> list[Any]:
 def ranks_in(group: Any) -> Ranks:
     """Return the ranks of a process group, in order."""
     return tuple(sorted(dist.get_process_group_ranks(group)))
+
+
+def uncounted() -> list[str]:
+    """Return the backends of this rank's groups that do not count their collectives."""
+    groups = shared_groups()
+    counted = _counts() if groups else {}
+    return sorted({str(dist.get_backend(group)) for group in groups if group not in counted})
 
 
 def _counts() -> dict[Any, list[int]]:

@@ -139,7 +139,8 @@ def test_a_rank_without_tokens_votes_on_blocks_that_are_known_to_hold_collective
 
 
 @pytest.mark.parametrize("policy", ["offload", "minimal"])
-def test_ranks_of_the_fake_backend_meet_nobody(policy: str) -> None:
+def test_ranks_of_the_fake_backend_meet_nobody(policy: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Nor are collectives counted, by which a block shows that it needs others: it is not checkpointed."""
     dist.init_process_group("fake", rank=0, world_size=8)
     try:
         model = nn.Sequential(*(Parted() for _ in range(3)))
@@ -151,5 +152,7 @@ def test_ranks_of_the_fake_backend_meet_nobody(policy: str) -> None:
             for _ in range(2):
                 model(torch.randn(2, 16)).sum().backward()
             assert handle.stats().packs > 0
+            assert handle.stats().checkpointed_blocks == 0
+            assert ("collectives of fake groups are not counted" in caplog.text) is (policy == "minimal")
     finally:
         dist.destroy_process_group()

@@ -61,6 +61,17 @@ def test_a_group_that_is_made_in_the_forward_is_seen(monkeypatch: pytest.MonkeyP
     assert seen.groups(block("0"), layer) == [(0, 1)]
 
 
+def test_one_group_that_does_not_count_among_others_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: Any = object()
+    groups: list[Any] = [counted]
+    monkeypatch.setattr(module, "shared_groups", lambda: groups)
+    monkeypatch.setattr(module, "_counts", lambda: {counted: [3]})
+    monkeypatch.setattr(module.dist, "get_backend", lambda group: "gloo" if group is counted else "mpi")
+    assert module.uncounted() == []
+    groups += [object(), object()]
+    assert module.uncounted() == ["mpi"]
+
+
 def block(name: str) -> Block:
     return Block(name=name, kind="Layer", index=0, count=3, weights=tuple)
 
