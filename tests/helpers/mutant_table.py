@@ -1452,15 +1452,15 @@ MUTANTS = (
     Mutant(
         "second forward: parameters that a forward changes are not seen",
         "ebbtide/wrap/checkpointable.py",
-        "if not kept.holds():",
-        "if False:",
+        "and not unchanged(own, versions, before, run.engine.guard):",
+        "and False:",
         SECOND_FORWARD,
     ),
     Mutant(
         "second forward: a parameter that gets a new version, but no other bytes, counts as changed",
         "ebbtide/wrap/unchanged.py",
-        "        if self._first:\n",
-        "        if False:\n",
+        "    if before:\n",
+        "    if False:\n",
         SECOND_FORWARD,
     ),
     Mutant(

@@ -109,8 +109,10 @@ class OffloadCallback(CallbackOptions, TrainerCallback):
             return
         trainer = self._trainer()
         frame = inspect.currentframe()
-        _move_to_front(self, None if frame is None else frame.f_back)
+        handler = _move_to_front(self, None if frame is None else frame.f_back)
         model = cast("nn.Module", kwargs["model"] if trainer is None else trainer.model_wrapped)
+        if handler is not None and not isinstance(model, nn.Module):
+            model = cast("nn.Module", handler.model)  # setfit passes the object that holds it
         _refuse_data_parallel(args, model)
         for handle in _handles.intersection(open_handles(model)):
             handle.close()
@@ -169,15 +171,21 @@ def _refuse_data_parallel(args: TrainingArguments, model: nn.Module) -> None:
         )
 
 
-def _move_to_front(callback: TrainerCallback, frame: FrameType | None) -> None:
-    """Move a callback before those of the trackers. See [Note: figures in the trainer's own logs]."""
+def _move_to_front(callback: TrainerCallback, frame: FrameType | None) -> CallbackHandler | None:
+    """Move a callback before those of the trackers. See [Note: figures in the trainer's own logs].
+
+    Returns:
+        The handler that notifies the callback; None if another caller does.
+    """
     handler = None if frame is None else frame.f_locals.get("self")
-    if isinstance(handler, CallbackHandler):
-        if (count := sum(isinstance(one, OffloadCallback) for one in handler.callbacks)) > 1:
-            found = f"the trainer has {count} OffloadCallbacks"
-            raise ConflictError(found, expected="one offloader on a model", hint="leave the others out of callbacks=")
-        handler.callbacks.remove(callback)
-        handler.callbacks.insert(0, callback)
+    if not isinstance(handler, CallbackHandler):
+        return None
+    if (count := sum(isinstance(one, OffloadCallback) for one in handler.callbacks)) > 1:
+        found = f"the trainer has {count} OffloadCallbacks"
+        raise ConflictError(found, expected="one offloader on a model", hint="leave the others out of callbacks=")
+    handler.callbacks.remove(callback)
+    handler.callbacks.insert(0, callback)
+    return handler
 
 
 def add_offloading(trainer: Trainer, **options: Any) -> OffloadCallback | None:

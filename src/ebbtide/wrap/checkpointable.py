@@ -14,6 +14,7 @@ never checkpointed. Unobserved changes are found by comparison: see [Note: check
 from __future__ import annotations
 
 import logging
+import operator
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -29,6 +30,8 @@ from torch.nn.utils import parametrize
 from ebbtide.base.actions import BLOCK_ACTIONS, Action, NamesBlocks, Plan, checked_action
 from ebbtide.base.errors import RestoreError
 from ebbtide.engine import Block
+from ebbtide.engine.fingerprint import Compared
+from ebbtide.engine.guard import Watched
 from ebbtide.engine.run import BlockRun
 from ebbtide.engine.stats import Tally
 from ebbtide.wrap.agreement import Vote, Votes, has_collectives
@@ -41,7 +44,7 @@ from ebbtide.wrap.outside import LOOKS, Outside, Snapshot
 from ebbtide.wrap.state import State, States
 from ebbtide.wrap.strategy import is_fsdp1
 from ebbtide.wrap.tree import Modules
-from ebbtide.wrap.unchanged import Unchanged, Unseen
+from ebbtide.wrap.unchanged import Unseen, unchanged
 
 logger = logging.getLogger("ebbtide.wrap")
 
@@ -54,6 +57,8 @@ _PLAIN = (
 _READ = "torch.nn.attention.flex_attention.BlockMask"
 """An argument type that blocks only read: a mask is made once per forward."""
 
+
+_VERSION = operator.attrgetter("_version")
 
 _ADVANCES = "have a generator, an iterator or a file of their own, which a second forward would advance again"
 
@@ -223,7 +228,8 @@ class Checkpointable:
         place = block.name, module.training
         first = place not in self._looked
         own = state.versioned()
-        kept = Unchanged(own, run.engine.guard, first=first)
+        versions = list(map(_VERSION, own))
+        before = [Watched(t, None, Compared.FULL) for t in own] if first else []
         inputs = Snapshot(called.leaves)
         unseen = Unseen(own, called) if first else None
         looks = kind not in self._refused and (first or self._looks[kind] < LOOKS or kind in self._in_doubt)
@@ -233,7 +239,7 @@ class Checkpointable:
         self._looked.add(place)
         if first and (backends := uncounted()):
             self._refuse(kind, f"may need other ranks: collectives of {'/'.join(backends)} groups are not counted")
-        if not kept.holds():
+        if (first or list(map(_VERSION, own)) != versions) and not unchanged(own, versions, before, run.engine.guard):
             norms = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules())
             self._refuse(kind, _CHANGE_OWN, _NORMS if norms else "")
         if unseen is not None and (why := unseen.why()) is not None:

@@ -10,7 +10,6 @@ different: what forwards write in them often changes nothing at first (a sum of 
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,36 +21,26 @@ from ebbtide.engine.guard import Watched, WeightGuard
 from ebbtide.wrap.called import Called
 from ebbtide.wrap.outside import Snapshot
 
-_VERSION = operator.attrgetter("_version")
 
-
-class Unchanged:
-    """Whether a forward leaves the tensors of a block as they are.
+def unchanged(
+    own: Sequence[torch.Tensor], versions: Sequence[int], before: Sequence[Watched], guard: WeightGuard
+) -> bool:
+    """Return whether a forward has left the tensors of a block as they were.
 
     Args:
         own: The tensors.
+        versions: Those that they had.
+        before: All their bytes, in a first forward: some kernels do not bump the version of a changed tensor, such as
+            batch norm's of its running statistics.
         guard: Knows the parameters that get new versions without a change; a first forward adds to them.
-        first: Compare all bytes: some kernels do not bump the version of a changed tensor, such as batch norm's of its
-            running statistics.
     """
-
-    def __init__(self, own: Sequence[torch.Tensor], guard: WeightGuard, *, first: bool) -> None:
-        self._own, self._guard, self._first = own, guard, first
-        self._versions = list(map(_VERSION, own))
-        self._before = [Watched(t, None, Compared.FULL) for t in own] if first else []
-
-    def holds(self) -> bool:
-        """Return whether they are as before."""
-        if not all(watched.same for watched in self._before):
-            return False
-        versions = list(map(_VERSION, self._own))
-        if versions == self._versions:
-            return True
-        new = [i for i, (now, then) in enumerate(zip(versions, self._versions, strict=True)) if now != then]
-        if self._first:
-            stay = (self._own[i] for i in new if not self._before[i].replaces(self._own[i]))
-            self._guard.renew([t for t in stay if type(t) is nn.Parameter])
-        return all(self._own[i] in self._guard.renewed for i in new)
+    if not all(watched.same for watched in before):
+        return False
+    new = [i for i, (t, then) in enumerate(zip(own, versions, strict=True)) if t._version != then]
+    if before:
+        stay = (own[i] for i in new if not before[i].replaces(own[i]))
+        guard.renew([t for t in stay if type(t) is nn.Parameter])
+    return all(own[i] in guard.renewed for i in new)
 
 
 class Unseen:

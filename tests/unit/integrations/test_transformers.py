@@ -76,6 +76,22 @@ def test_a_callback_offloads_while_training_and_changes_nothing_else(tmp_path: P
     assert callback.handle is not handle
 
 
+def test_the_model_is_offloaded_where_the_trainer_passes_an_object_that_holds_it(tmp_path: Path) -> None:
+    """As setfit does: its callbacks get a SetFitModel, which is no module, and the handler has the module."""
+    callback = OffloadCallback(target="disk", disk_path=tmp_path)
+    trainer = Trainer(args=arguments(tmp_path), callbacks=[callback], **parts())
+    handler, holder = trainer.callback_handler, SimpleNamespace(model_body=trainer.model)
+
+    def call_event(self: Any, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        for one in self.callbacks:
+            control = getattr(one, event)(args, state, control, model=holder, **kwargs) or control
+        return control
+
+    handler.call_event = lambda *args, **kwargs: call_event(handler, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+    trainer.train()
+    assert callback.handle is not None and callback.handle.stats().memory_saved_bytes > 0
+
+
 class Tracker(TrainerCallback):
     """Keeps its logs, like the callbacks of TensorBoard and W&B, which come before a user's callbacks."""
 
