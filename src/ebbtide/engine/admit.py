@@ -34,6 +34,8 @@ KEEP, OFFLOAD, RECOMPUTE = Action.KEEP, Action.OFFLOAD, Action.RECOMPUTE
 
 _WITHOUT_RECIPES = STORAGE_ACTIONS[:-1]
 
+_operators_begun: Callable[[], int] = torch._C._autograd._get_sequence_nr  # pyright: ignore
+
 
 @functools.cache
 def _caster(dtype: torch.dtype, *, copy: bool = False) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -46,7 +48,7 @@ def _saves_its_own(tensor: torch.Tensor, node: Node | None) -> bool:
     Its node is then the newest: an operator that saves a tensor made by another has a newer one. The version is 1:
     the operator's input, which nobody saved, is as it was made.
     """
-    return tensor._version == 1 and node is not None and node._sequence_nr() + 1 == torch.autograd._get_sequence_nr()
+    return tensor._version == 1 and node is not None and node._sequence_nr() + 1 == _operators_begun()
 
 
 class Admission(RunRecord):

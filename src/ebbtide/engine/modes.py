@@ -11,7 +11,7 @@ recomputes. So recipes and sums over bytes are evaluated outside of modes. Modes
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
@@ -34,8 +34,10 @@ def outside_modes(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     count = modes_open()
     if not count or any(mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack()):
         return work(*args, **kwargs)
-    modes = [_pop_mode() for _ in range(count)]
+    modes: list[Any] = []
     try:
+        while len(modes) < count:
+            modes.append(_pop_mode())
         return work(*args, **kwargs)
     finally:
         for mode in reversed(modes):
