@@ -1586,15 +1586,15 @@ MUTANTS = (
     Mutant(
         "recipes: what was written in place is as its node made it",
         "ebbtide/engine/admit.py",
-        " and node._sequence_nr() + 1 == torch.autograd._get_sequence_nr()",
+        " and node._sequence_nr() + 1 == _operators_begun()",
         "",
         IN_PLACE,
     ),
     Mutant(
         "recipes: what was written twice in place is as its node made it",
         "ebbtide/engine/admit.py",
-        "tensor._version == 1 and node is not None",
-        "node is not None",
+        "    if tensor._version != 1:\n",
+        "    if tensor._version < 1:\n",
         IN_PLACE,
     ),
     Mutant(

@@ -42,13 +42,15 @@ def _caster(dtype: torch.dtype, *, copy: bool = False) -> Callable[[torch.Tensor
     return lambda x: x.to(dtype, copy=copy)
 
 
-def _saves_its_own(tensor: torch.Tensor, node: Node | None) -> bool:
-    """Whether an operator in place saves its result now, and is all that has written into it.
+def _is_as_made(tensor: torch.Tensor, node: Node | None, *, is_view: bool) -> bool:
+    """Whether nothing has written into a tensor but what made it.
 
-    Its node is then the newest: an operator that saves a tensor made by another has a newer one. The version is 1:
-    the operator's input, which nobody saved, is as it was made.
+    An operator in place may save its result: its node is then the newest, since an operator that saves a tensor made by
+    another has a newer one, and the version is 1, so the operator's input, which nobody saved, was as it was made, too.
     """
-    return tensor._version == 1 and node is not None and node._sequence_nr() + 1 == _operators_begun()
+    if tensor._version != 1:
+        return tensor._version == 0
+    return not is_view and node is not None and node._sequence_nr() + 1 == _operators_begun()
 
 
 class Admission(RunRecord):
@@ -134,9 +136,8 @@ class Admission(RunRecord):
         engine = self.engine
         viewed = tensor._base
         base, base_layout = (tensor, layout) if viewed is None else (viewed, Layout.of(viewed))
-        nbytes = storage.nbytes()
-        node = base.grad_fn
-        as_made = base._version == 0 or (viewed is None and _saves_its_own(tensor, node))
+        nbytes, node = storage.nbytes(), base.grad_fn
+        as_made = _is_as_made(base, node, is_view=viewed is not None)
         covered = base_layout.covers(nbytes) and as_made and base.untyped_storage() is storage
         shown = node if node is not None and (viewed is None or shows(tensor, node)) else None
         made_by = name_of(node)
