@@ -241,7 +241,7 @@ MUTANTS = (
     Mutant(
         "weights: the version of a watched weight is not compared",
         "ebbtide/engine/guard.py",
-        "if not self.copied and self._version is not None and self.tensor._version != self._version:",
+        "if not self.copied and self.version is not None and self.tensor._version != self.version:",
         "if False:",
         ("tests/unit/engine/test_guard.py",),
     ),
