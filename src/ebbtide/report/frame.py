@@ -9,6 +9,7 @@ from ebbtide.report import style
 from ebbtide.report.table import size as size_text
 
 WIDTH, LEFT, RIGHT, TOP, PLOT = 960.0, 116.0, 24.0, 62.0, 280.0
+_LEGEND_ROW = 15.0
 
 
 class Frame:
@@ -59,13 +60,19 @@ def axes(frame: Frame, sizes: Sequence[float]) -> list[str]:
 
 
 def legend(labels: Sequence[str], colors: Sequence[str], y: float, *, left: float = LEFT) -> list[str]:
-    """Draw the legend in a row."""
-    pieces: list[str] = []
-    x = left
-    for label, color in zip(labels, colors, strict=True):
-        pieces.append(style.rect(x, y - 6, 14, 4, color, radius=2))
-        pieces.append(style.text(x + 20, y, label, "num"))
+    """Draw the legend in rows around ``y``, mostly one."""
+    places: list[tuple[float, float]] = []
+    x, below = left, 0.0
+    for label in labels:
+        if x > left and x + legend_width(label) > WIDTH:
+            x, below = left, below + _LEGEND_ROW
+        places.append((x, below))
         x += legend_width(label)
+    pieces: list[str] = []
+    for label, color, (x, row) in zip(labels, colors, places, strict=True):
+        at = y + row - below / 2
+        pieces.append(style.rect(x, at - 6, 14, 4, color, radius=2))
+        pieces.append(style.text(x + 20, at, label, "num"))
     return pieces
 
 

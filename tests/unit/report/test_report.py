@@ -138,6 +138,16 @@ def test_a_legend_of_many_phases_is_inside_the_picture(runs):
     assert all(float(text.get("x")) + 6.4 * len(text.text) < float(root.get("width")) for text in found)
 
 
+def test_a_legend_of_many_runs_is_inside_the_picture(runs):
+    many = [dataclasses.replace(runs[0], name=f"run number {number}") for number in range(5)]
+    root = ET.fromstring(timeline_svg(many))
+    found = [text for text in root.iter("{http://www.w3.org/2000/svg}text") if (text.text or "").startswith("run numb")]
+    names = [text for text in found if ":" in text.text]
+    assert len(names) == 5 and all(float(text.get("x")) + 6.6 * len(text.text) < 960 for text in names)
+    rows = sorted({float(text.get("y")) for text in names})
+    assert len(rows) == 2 and rows[1] - rows[0] >= 14 and rows[0] > 22 + 12 and rows[1] < 62
+
+
 def test_curves_are_aligned_at_the_forwards_begin_and_high_as_measured(runs):
     lines = ET.fromstring(timeline_svg(runs)).iter("{http://www.w3.org/2000/svg}polyline")
     curves = [[tuple(map(float, p.split(","))) for p in line.get("points").split()] for line in lines]
