@@ -1025,7 +1025,7 @@ MUTANTS = (
     Mutant(
         "copy out: another tensor of the same operator begins it",
         "ebbtide/engine/engine.py",
-        "if self._operator is not None and _operators_begun() != self._operator:",
+        "if self._operator is not None and operators_begun() != self._operator:",
         "if self._operator is not None:",
         ("tests/unit/engine/test_cases_functions.py",),
     ),
@@ -1471,6 +1471,13 @@ MUTANTS = (
         SECOND_FORWARD,
     ),
     Mutant(
+        "second forward: parameters that it renews keep their new versions",
+        "ebbtide/wrap/checkpointed.py",
+        "if known := self._run.engine.guard.renewed:",
+        "if (known := self._run.engine.guard.renewed) and False:",
+        SECOND_FORWARD,
+    ),
+    Mutant(
         "second forward: versions of renewed parameters that are watched already are compared",
         "ebbtide/engine/guard.py",
         "                    watched.version = None\n",
@@ -1586,7 +1593,7 @@ MUTANTS = (
     Mutant(
         "recipes: what was written in place is as its node made it",
         "ebbtide/engine/admit.py",
-        " and node._sequence_nr() + 1 == _operators_begun()",
+        " and node._sequence_nr() + 1 == operators_begun()",
         "",
         IN_PLACE,
     ),

@@ -12,7 +12,7 @@ import torch
 
 from ebbtide.base.actions import STORAGE_ACTIONS, Action, Candidate, NoRecipe, Site, StandingPlan, checked_action
 from ebbtide.engine.build import Builder
-from ebbtide.engine.engine import Engine
+from ebbtide.engine.engine import Engine, operators_begun
 from ebbtide.engine.inputs import CAST, BlockInputs, name_of
 from ebbtide.engine.layout import Layout, byte_view, checksum, has_layout, region
 from ebbtide.engine.memo import Memo, memo_of
@@ -34,8 +34,6 @@ KEEP, OFFLOAD, RECOMPUTE = Action.KEEP, Action.OFFLOAD, Action.RECOMPUTE
 
 _WITHOUT_RECIPES = STORAGE_ACTIONS[:-1]
 
-_operators_begun: Callable[[], int] = torch._C._autograd._get_sequence_nr  # pyright: ignore
-
 
 @functools.cache
 def _caster(dtype: torch.dtype, *, copy: bool = False) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -50,7 +48,7 @@ def _is_as_made(tensor: torch.Tensor, node: Node | None, *, is_view: bool) -> bo
     """
     if tensor._version != 1:
         return tensor._version == 0
-    return not is_view and node is not None and node._sequence_nr() + 1 == _operators_begun()
+    return not is_view and node is not None and node._sequence_nr() + 1 == operators_begun()
 
 
 class Admission(RunRecord):

@@ -42,7 +42,7 @@ logger = logging.getLogger("ebbtide.engine")
 _NUMBERS = itertools.count(1)
 """Number this process's engines in events: a step may have passes of several models."""
 
-_operators_begun: Callable[[], int] = torch._C._autograd._get_sequence_nr  # pyright: ignore
+operators_begun: Callable[[], int] = torch._C._autograd._get_sequence_nr  # pyright: ignore
 """The operators that autograd has seen in this thread, with the one that saves something now."""
 
 TensorFilter = Callable[[torch.Tensor], bool]
@@ -261,12 +261,12 @@ class Engine:
         entry.source = tensor.new_empty(0, dtype=torch.uint8).set_(storage, entry.first, (entry.nbytes,), (1,))
         stream, run.pass_.offers_last = self.tier.stream_of(tensor.device), True
         self._waits.reader = run.forward_reader
-        if self._operator is not None and _operators_begun() != self._operator:
+        if self._operator is not None and operators_begun() != self._operator:
             self._resume()
         if written or tensor.requires_grad or not tensor.is_floating_point():
             self._copy_out.add(entry, run.pass_, stream)
         else:
-            self._operator = _operators_begun()
+            self._operator = operators_begun()
             self._copy_out.postpone(entry, run.pass_, stream)
 
     def _resume(self) -> None:

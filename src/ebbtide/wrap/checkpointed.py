@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
@@ -143,6 +144,8 @@ class ForwardContext:
             restore(self._restorables, self._values, values)
             numerics.apply(self._numerics)
             with ExitStack() as modes:
+                if known := self._run.engine.guard.renewed:  # backward compares versions of those that the block saves
+                    modes.enter_context(_unsafe_preserve_version_counter(tuple(t for t in self._own if t in known)))
                 if self._casts != casts:
                     for device_type, enabled, dtype in zip(self._kinds, *self._casts[:2], strict=True):
                         modes.enter_context(torch.autocast(device_type, dtype, enabled, self._casts[2]))

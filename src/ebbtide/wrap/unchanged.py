@@ -2,10 +2,11 @@
 
 [Note: renewed parameters] A parameter may get a new version without a change: PEFT computes with experts' parameters
 plus adapters (``target_parameters``) by a parametrization that each forward registers and removes again, and torch does
-so by ``parameter.set_(parameter)``. A second forward may do that once more. So a parameter whose memory and bytes are
-the same after a block's first forward may get new versions in its later ones, and until its backward, too. Then it is
-compared as weights without versions are, those of FSDP; a write that a later forward begins is found there. Buffers are
-different: what forwards write in them often changes nothing at first (a sum of zeros).
+so by ``parameter.set_(parameter)``. A second forward may do that once more, and afterwards the version is set back. So
+a parameter whose memory and bytes are the same after a block's first forward may get new versions in its later ones,
+and until its backward, too. Then it is compared as weights without versions are, those of FSDP; a write that a later
+forward begins is found there. Buffers are different: what forwards write in them often changes nothing at first (a sum
+of zeros).
 """
 
 from __future__ import annotations

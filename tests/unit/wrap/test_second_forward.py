@@ -802,6 +802,19 @@ def test_a_parameter_with_a_new_version_and_the_same_bytes_did_not_change(learns
     check_checkpointed(make, step)
 
 
+class Renews(Block):
+    """Gives a weight a new version before it is used, so plain autograd may save it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.up.weight.set_(self.up.weight)  # type: ignore[call-overload]
+        return super().forward(x)
+
+
+def test_a_renewed_parameter_that_is_saved_itself_is_no_error() -> None:
+    check_checkpointed(lambda: blocks(Renews), squares)
+
+
 class Counts(Block):
     """Adds to a buffer in each forward: nothing at first."""
 
