@@ -17,7 +17,6 @@ reported, and that offloader keeps the tensors.
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -34,8 +33,6 @@ logger = logging.getLogger("ebbtide.wrap")
 REENTRANT = "CheckpointFunctionBackward"
 NEAR = 16
 """Most nodes searched behind a block's input: a checkpoint's output reaches it directly, or through a sum."""
-
-_APPLY = torch.autograd.Function.apply.__func__.__code__
 
 HAS_HOOKS = "hooks have already been set"
 
@@ -96,13 +93,13 @@ def name_checkpoints(logged: set[str], block: str, *, known: bool = True) -> Non
 
 
 def in_reentrant_checkpoint() -> bool:
-    """Whether the calling code runs in a reentrant checkpoint: in the forward of an autograd function of any name."""
-    frame = None if torch.is_grad_enabled() else sys._getframe(1)
-    while frame is not None:  # most code without gradients is no checkpoint's
-        if frame.f_code is _APPLY:
-            return True
-        frame = frame.f_back
-    return False
+    """Whether the calling code runs in a reentrant checkpoint: in the forward of an autograd function of any name.
+
+    Such a forward has no gradients in either direction; ``no_grad`` leaves those of forward mode on, and in
+    ``inference_mode`` no checkpoint keeps anything.
+    """
+    gradients = torch.is_grad_enabled() or torch._C._is_fwd_grad_enabled()
+    return not (gradients or torch.is_inference_mode_enabled())
 
 
 def innermost_hooks() -> Any:
