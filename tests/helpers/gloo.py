@@ -34,11 +34,20 @@ def use_one_worker() -> None:
         return
 
     def init(
-        self: Any, store: Any, rank: int, size: int, options: Any = dist.default_pg_timeout, *, timeout: Any = None
+        self: Any,
+        store: Any,
+        rank: int,
+        size: int,
+        options: Any = dist.default_pg_timeout,
+        *,
+        timeout: Any = None,
+        **more: Any,  # since torch 2.14
     ) -> None:
         options = timeout or options
         options = _options(options) if isinstance(options, timedelta) else options
         options._threads = 1
+        for name, value in more.items():
+            setattr(options, name, value)
         real(self, store, rank, size, options)
 
     init.gives_one_worker = True  # type: ignore[attr-defined]

@@ -33,6 +33,9 @@ def _multiplies_groups() -> bool:
 MULTIPLIES_GROUPS = _multiplies_groups()
 """Whether the products of groups run on a CPU."""
 
+SAVES_EPS = hasattr(torch.nn.functional.group_norm(torch.ones(1, 2, 2).requires_grad_(), 1).grad_fn, "_saved_eps")
+"""Whether the node of a group norm has its eps, up to torch 2.13; later a recipe needs the layer's."""
+
 NO_INTEGERS = "FSDP2 of this torch shards no weights of integers"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,9 @@ from torch import Tensor, nn
 
 import ebbtide
 from ebbtide.base.actions import Action
-from ebbtide.engine.build import Builder
+from ebbtide.engine.build import Builder, NodeView
 from ebbtide.engine.modules import Running
-from ebbtide.engine.rules import rule_table
+from ebbtide.engine.rules import layers, rule_table
 from ebbtide.engine.rules.elements import _make_dropout
 from tests.helpers.engines import (
     REMAKE,
@@ -26,7 +27,7 @@ from tests.helpers.engines import (
     open_engine,
 )
 from tests.helpers.oracle import same_bits
-from tests.helpers.torches import MULTIPLIES_GROUPS, READS_SLOTS, needs_slots
+from tests.helpers.torches import MULTIPLIES_GROUPS, READS_SLOTS, SAVES_EPS, needs_slots
 
 Make = Callable[[Tensor], Tensor]
 
@@ -300,7 +301,25 @@ OTHERS: dict[str, tuple[str, Make]] = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_another_shape_of_a_rule(name: str, dtype: torch.dtype) -> None:
     node, make = OTHERS[name]
+    if name == "a functional group norm" and not SAVES_EPS:
+        pytest.skip("this torch does not save its eps")
     run(make, dtype, view=False, node=node)
+
+
+def test_a_group_norm_that_does_not_save_its_eps_has_that_of_its_layer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As since torch 2.14."""
+    constant = NodeView.constant
+
+    def without_eps(node: NodeView, name: str) -> Any:
+        if name == "eps":
+            raise AttributeError(name)
+        return constant(node, name)
+
+    monkeypatch.setattr(NodeView, "constant", without_eps)
+    monkeypatch.setattr(layers, "hasattr", lambda node, name: False, raising=False)
+    run(_norm(nn.GroupNorm(3, 6, eps=1e-3)), torch.float32, view=False, node="NativeGroupNormBackward0")
 
 
 @needs_slots

@@ -37,10 +37,18 @@ def _norm(kind: type[torch.nn.Module], call: Callable[..., torch.Tensor]) -> Rul
 
 
 def _group_norm(n: NodeView) -> Expr | None:
+    """Rule for a group norm. Its node has its eps up to torch 2.13; later only the record of its leaf module has."""
+    record, kind = n.record, torch.nn.GroupNorm
     if n.output_nr:
         return None
-    groups, eps = n.constant("group"), n.constant("eps")
-    return _normed(n, lambda x, w, b: F.group_norm(x, groups, w, b, eps), *_affine(n, torch.nn.GroupNorm))
+    if hasattr(n.node, "_saved_eps"):
+        eps = n.constant("eps")
+    elif record is not None and issubclass(record.kind, kind):
+        eps = record.eps
+    else:
+        return None
+    groups = n.constant("group")
+    return _normed(n, lambda x, w, b: F.group_norm(x, groups, w, b, eps), *_affine(n, kind))
 
 
 def _batch_norm(eps_name: str) -> Rule:
