@@ -6,6 +6,7 @@ import inspect
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from ebbtide.engine.slots import SINCE, readable
 
@@ -35,6 +36,9 @@ MULTIPLIES_GROUPS = _multiplies_groups()
 
 SAVES_EPS = hasattr(torch.nn.functional.group_norm(torch.ones(1, 2, 2).requires_grad_(), 1).grad_fn, "_saved_eps")
 """Whether the node of a group norm has its eps, up to torch 2.13; later a recipe needs the layer's."""
+
+HOOKS_SELECTED = "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
+"""Whether selective checkpoints can hand what they keep to saved-tensor hooks, since torch 2.14."""
 
 NO_INTEGERS = "FSDP2 of this torch shards no weights of integers"
 

@@ -30,6 +30,7 @@ from ebbtide.wrap.foreign_checkpoints import checkpoint_before
 from tests.helpers.engines import assert_nothing_left, hooks_are_closed
 from tests.helpers.models import Attention, Mlp, Tiny, build, switch_on_checkpoints
 from tests.helpers.oracle import Outcome, differences, step
+from tests.helpers.torches import HOOKS_SELECTED
 
 POLICY = pytest.mark.parametrize("policy", ["inputs", "offload", "minimal", "auto"])
 LAYERS, BATCH, SEQUENCE, WIDTH = 4, 2, 12, 48
@@ -74,6 +75,7 @@ def products_are_kept() -> Any:
 NON_REENTRANT: dict[str, Any] = {"use_reentrant": False}
 REENTRANT: dict[str, Any] = {"use_reentrant": True}
 SELECTIVE: dict[str, Any] = {"use_reentrant": False, "context_fn": products_are_kept}
+HOOKED: dict[str, Any] = {**SELECTIVE, "respect_saved_tensors_hooks": True}
 
 Loop = Callable[[list[nn.Module], Tensor, Tensor], Tensor]
 
@@ -126,6 +128,7 @@ LOOPS: dict[str, tuple[Loop, Callable[[nn.Module], nn.Module] | None]] = {
     "inside": (calls, functools.partial(SelfMade, **NON_REENTRANT)),
     "inside, reentrant": (calls, functools.partial(SelfMade, **REENTRANT)),
     "inside, selective": (calls, functools.partial(SelfMade, **SELECTIVE)),
+    **({"inside, selective, hooked": (calls, functools.partial(SelfMade, **HOOKED))} if HOOKS_SELECTED else {}),
     "wrapper": (calls, checkpoint_wrapper),
     "wrapper, reentrant": (calls, functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.REENTRANT)),
 }
@@ -179,6 +182,8 @@ def test_a_checkpoint_stays_and_its_gradients_too(name: str, policy: str) -> Non
             assert hooks_are_closed()
             assert handle.stats().offloaded_bytes > 0
             assert_nothing_left(handle._engine)
+        if name == "inside, selective, hooked" and policy == "offload":
+            assert handle.stats().offloaded_bytes > LAYERS * 2 * HIDDEN_BYTES  # also what the checkpoint selects
     plain = make(name)
     train(plain), train(plain)
     runs = [layer.runs for layer in model.own_layers()]
