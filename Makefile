@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
+# Without constraints.txt: what users get who install today.
+NEWEST := build/newest
 
 # Parallel test processes; WORKERS=0 runs the tests in one process (for a debugger).
 WORKERS ?= 2
@@ -23,7 +25,7 @@ GPU_PYTHON ?= $(BIN)/python
 GPU_FLAGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all simdev check bench gpu docs format cli-surface clean
+.PHONY: help setup demo test test-all newest simdev check bench gpu docs format cli-surface clean
 
 help:  ## List the goals
 	@sed -n 's/^\([a-z-]*\):.*  ## /\1\t/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "  %-12s %s\n", $$1, $$2 }'
@@ -50,6 +52,14 @@ test: setup simdev  ## Run the tests except the slow ones, and tests/gpu on the 
 test-all: setup simdev docs  ## Run every test, slow ones included, and build the site
 	$(PYTEST) -m ''
 	$(PYTEST) --simdev -m ''
+
+newest: $(NEWEST)/bin/pytest  ## Test engine, wraps and models with the newest packages, in an environment of its own (7 GiB)
+	$(NEWEST)/bin/pytest -n $(WORKERS) --dist loadfile $(or $(TESTS),tests/unit/engine tests/unit/wrap tests/zoo)
+
+$(NEWEST)/bin/pytest: pyproject.toml
+	@$(PYTHON) -m venv --clear $(NEWEST)
+	PIP_CONSTRAINT=/dev/null $(NEWEST)/bin/python -m pip install -qq --disable-pip-version-check -e '.[recipes,dev]'
+	@touch $@
 
 simdev: setup  ## Build the simulated device once; print the reason if that fails
 	@$(BIN)/python -m tests.simdev.build

@@ -289,7 +289,9 @@ def in_backward() -> bool:
 def running_transform() -> str | None:
     """Return the name of the transform or tracer that runs the current code; None if there is none."""
     tracer = sys.modules.get("torch.fx._symbolic_trace")
-    if getattr(tracer, "_is_fx_tracing_flag", False):  # ``is_fx_tracing`` warns; checked with torch 2.13
+    # The first was not there in torch 2.8; where it is, the second warns.
+    is_tracing = getattr(tracer, "is_fx_symbolic_tracing", None) or getattr(tracer, "is_fx_tracing", None)
+    if is_tracing is not None and is_tracing():
         return "tracing (torch.fx)"
     if torch._C._functorch.peek_interpreter_stack() is not None:  # pyright: ignore
         return "torch.func transforms"

@@ -182,7 +182,9 @@ def test_a_tangent_of_zeros_is_no_memory() -> None:
 
 
 @pytest.mark.parametrize("tracer", ["export", "strict export", "fx", "jit"])
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute of a Tensor")
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore:.torch.jit.* is deprecated", "ignore:The .grad attribute of a Tensor"
+)
 def test_a_model_under_a_handle_is_exported_as_it_is_alone(tracer: str) -> None:
     model, x = gated_model(), torch.randn(4, WIDTH)
 
