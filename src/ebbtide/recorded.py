@@ -78,6 +78,14 @@ def log_saved(engine: Engine, calls: SerialCalls) -> None:
                 "once; hint: without that cache or checkpoint (gradient_checkpointing=False) ebbtide offloads"
             )
             return
+        if calls.called and calls.updated and engine.guard.steps:
+            logger.warning(
+                "nothing was offloaded: the model was trained, but neither its forward nor a block saved a tensor: "
+                "other modules ran outside of its forward, in a method or in what it returned (a distribution, say); "
+                "hint: blocks=[...] names modules that run, or open `with ebbtide.offload_saved_tensors():` around "
+                "the forward and the loss"
+            )
+            return
         if calls.called:
             logger.info(
                 "nothing to offload: no forward that ended saved tensors for a backward pass (a frozen model and "

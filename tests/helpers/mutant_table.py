@@ -1212,6 +1212,20 @@ MUTANTS = (
         FORWARD,
     ),
     Mutant(
+        "forward: a copy made by hand computes as its original",
+        "ebbtide/wrap/forward.py",
+        "called is not self._module and self._copied_to(called)",
+        "False",
+        ("tests/unit/wrap/test_attach.py",),
+    ),
+    Mutant(
+        "forward: a module that was given another's forward is taken for its copy",
+        "ebbtide/wrap/forward.py",
+        "called is not self._module and self._copied_to(called)",
+        "called is not self._module",
+        ("tests/unit/wrap/test_attach.py",),
+    ),
+    Mutant(
         "outside: variables of enclosing functions are not looked at",
         "ebbtide/wrap/outside.py",
         "*files.values(), *cells]",

@@ -299,6 +299,35 @@ def test_a_handle_with_nothing_to_offload_is_no_reason_for_a_warning(
     assert "nothing to offload: " in caplog.text
 
 
+class Lazy(nn.Module):
+    """Like zuko's flows: layers run when somebody asks what forward returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8)) for _ in range(3)])
+        self.head = nn.Linear(8, 1)
+
+    def forward(self) -> Callable[[Tensor], Tensor]:
+        return lambda x: self.head(x).square().mean()
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_model_that_is_trained_outside_of_its_forward_is_named(
+    trains: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, other = Lazy(), nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters() if trains else other.parameters(), 0.1)
+    with caplog.at_level(logging.INFO, "ebbtide"), enable(model):
+        for rows in range(1, 4):
+            taken = model()
+            loss = taken(torch.ones(rows, 8)) if trains else other(torch.ones(rows, 8)).sum()
+            loss.backward()
+            optimizer.step()
+    warned = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    assert ["outside of its forward" in text and "hint: blocks=[...]" in text for text in warned] == [True] * trains
+    assert ("nothing to offload: " in caplog.text) is not trains
+
+
 @pytest.mark.parametrize("earlier", [True, False])
 def test_storages_below_min_bytes_are_named_only_where_no_pass_moved_any(
     earlier: bool, caplog: pytest.LogCaptureFixture

@@ -89,7 +89,7 @@ class Attachment:
         self._agreement = Agreement(model, engine, self._tree)
         self._agreement.reach(blocks)
         self._undo: list[Callable[[], object]] = []
-        self.calls = SerialCalls()
+        self.calls = SerialCalls(model)
         self._watch = watch
         self._depth = 0
         self._ran: set[str] = set()

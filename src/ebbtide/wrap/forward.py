@@ -6,6 +6,9 @@ So it pickles as the ``forward`` that it replaces; and ``copy.copy`` and the rep
 the module's state directly, omit it. Their methods are looked up on the instance before its class.
 Accelerate copies a module's ``__dict__`` itself (regional compilation) and rebinds each bound method in it, by
 ``__func__`` and ``__self__``. So the stand-in has these, and the replaced methods of copying are bound methods.
+Others copy it as it is (``clone_module`` of learn2learn, ``higher``, a ``__copy__`` that updates a new ``__dict__``).
+Such a copy holds the stand-in together with the replaced methods of copying, still bound to the first model: when torch
+calls it, the copy's own ``forward`` runs. A module that was only given another's ``forward`` holds none of them.
 
 [Note: the original forward]
 A class may get another ``forward`` at any time (a method that is patched or reloaded, ``torch.fx`` that recompiles a
@@ -104,6 +107,11 @@ class StandIn:
         found = self._find()
         if self._own is None and found is not self._known and _calls(found, self._name):
             return self._first(*args, **kwargs)
+        called = _called_module()
+        if called is not None and called is not self._module and self._copied_to(called):
+            own = StandIn.left_out(called.__dict__).get(self._name)
+            own = getattr(type(called), self._name).__get__(called) if own is None else own
+            return own(*args, **kwargs)
         return self._call(self._bind(found), args, kwargs)
 
     @property
@@ -136,6 +144,10 @@ class StandIn:
             return functools.partial(found, self._module)  # Dynamo of torch 2.8 cannot trace ``__get__``
         bind = None if self._own is not None else getattr(type(found), "__get__", None)
         return found if bind is None else bind(found, self._module, type(self._module))
+
+    def _copied_to(self, module: nn.Module) -> bool:
+        """Whether a module's attributes were copied from this one's. See [Note: copies]."""
+        return any(getattr(module.__dict__.get(name), "__self__", None) is self._module for name in _COPIED_BY)
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the original."""
@@ -209,11 +221,22 @@ def _calls(forward: Any, name: str) -> bool:
     forward = getattr(forward, "__func__", forward)
     code = getattr(forward, "__code__", None) or getattr(type(forward).__call__, "__code__", None)
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code not in (StandIn.__call__.__code__, nn.Module._call_impl.__code__):
+    while frame is not None and frame.f_code not in (StandIn.__call__.__code__, _CALL):
         if frame.f_code is code:
             return name not in frame.f_code.co_names  # else it calls itself
         frame = frame.f_back
     return False
+
+
+_CALL = nn.Module._call_impl.__code__
+_MODULE_CALLS = {_CALL, *filter(inspect.iscode, _CALL.co_consts), nn.Module._slow_forward.__code__}
+"""Code that calls ``self.forward``: in a module's call, in the function there for module hooks, and while tracing."""
+
+
+def _called_module() -> nn.Module | None:
+    """Return the module whose call runs the stand-in that asks; ``None`` if its forward was called by other code."""
+    frame = sys._getframe(2)
+    return frame.f_locals.get("self") if frame.f_code in _MODULE_CALLS else None
 
 
 def _is_stand_in(value: Any) -> bool:

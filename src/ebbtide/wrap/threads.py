@@ -16,25 +16,39 @@ from __future__ import annotations
 import functools
 import logging
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 logger = logging.getLogger("ebbtide.wrap")
 
 
 class SerialCalls:
-    """Tracks the thread whose forward is offloaded. See [Note: threads]."""
+    """Tracks the thread whose forward is offloaded. See [Note: threads].
 
-    def __init__(self) -> None:
+    Args:
+        model: The model that is called; held weakly.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._versions = _versions_of(model)
         # A turn is taken or ended by one dictionary operation, atomic for threads and interrupts.
         self._owner: dict[str, int] = {}
         self._refused: set[int] = set()  # threads whose entire forward runs without a turn
         self._warned = False
         self.called = False  # also without gradients, and by a disabled handle
         self.in_backward = False  # called with gradients by a backward
+
+    @property
+    def updated(self) -> bool:
+        """Whether a weight that takes a gradient has been written since the handle was made."""
+        model = self._model()
+        return model is not None and _versions_of(model) != self._versions
 
     def call(self, offloaded: Callable[[], Any], plain: Callable[[], Any]) -> Any:
         """Call ``offloaded`` if this thread has the turn or can take it for the call, else ``plain``."""
@@ -72,6 +86,11 @@ class SerialCalls:
             return plain()
         finally:
             self._refused.discard(me)
+
+
+def _versions_of(model: nn.Module) -> list[int]:
+    trained = [p for p in model.parameters() if p.requires_grad and not p.is_inference() and not is_lazy(p)]
+    return [weight._version for weight in trained]
 
 
 def _was_between_hooks(error: RuntimeError) -> bool:

@@ -360,6 +360,63 @@ def test_a_shallow_copy_of_a_block_computes_with_what_it_is_given(copied: Callab
     assert not {"__getstate__", "_replicate_for_data_parallel", "forward"} & vars(block).keys()
 
 
+def by_clone(module: nn.Module) -> nn.Module:
+    """Like ``clone_module`` of learn2learn: the copy computes with weights of its own."""
+    twin = type(module).__new__(type(module))
+    twin.__dict__ = dict(module.__dict__)
+    twin._parameters = {name: p if p is None else p * 2 for name, p in module._parameters.items()}  # type: ignore
+    twin._modules = {name: child if child is None else by_clone(child) for name, child in module._modules.items()}
+    return twin
+
+
+def by_functional(module: nn.Module) -> nn.Module:
+    """Like ``higher``: a module of a subclass, to which all attributes but those of ``nn.Module`` are added."""
+    kind = type(f"Functional{type(module).__name__}", (type(module),), {"__init__": nn.Module.__init__})
+    twin = kind()
+    for name, value in vars(module).items():
+        if name not in vars(nn.Module()):
+            object.__setattr__(twin, name, value)
+    twin._parameters = {name: p if p is None else p * 2 for name, p in module._parameters.items()}  # type: ignore
+    twin._modules = {name: child if child is None else by_functional(child) for name, child in module._modules.items()}
+    return twin
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["of the class", "of the instance"])
+@pytest.mark.parametrize("hooked", [False, True], ids=["", "with hooks"])
+@pytest.mark.parametrize("copied", [by_clone, by_functional])
+def test_a_copy_made_by_hand_computes_with_its_own_weights(
+    copied: Callable[[nn.Module], nn.Module], hooked: bool, own: bool
+) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
+    if own:
+        model[1].forward = functools.partial(torch.mul, 3)
+    x = torch.randn(2, 4)
+
+    def trained(twin: nn.Module) -> list[Tensor]:
+        if hooked:
+            twin.get_submodule("0").register_forward_hook(lambda *_: None)
+        loss = twin(x).square().sum()
+        return [
+            loss.detach(),
+            *torch.autograd.grad(loss, [*model.parameters()], allow_unused=True, materialize_grads=True),
+        ]
+
+    expected = trained(copied(model))
+    with ebbtide.enable_activation_offloading(model, policy="offload", min_bytes=0):
+        assert all(map(torch.equal, trained(copied(model)), expected))
+        model(x).sum().backward()
+        assert all(map(torch.equal, trained(copied(model)), expected))
+
+
+def test_a_module_that_was_given_the_forward_of_a_block_runs_it() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
+    other = nn.Sequential(nn.Linear(4, 4))
+    x = torch.randn(2, 4)
+    with ebbtide.enable_activation_offloading(model, policy="offload", min_bytes=0) as handle:
+        other.forward = model.forward
+        assert torch.equal(other(x), model(x)) and handle.stats().packs
+
+
 def test_replicas_of_data_parallel_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     tiny = build("block")
     _warn_of_replicas.cache_clear()
