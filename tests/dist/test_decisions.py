@@ -283,6 +283,18 @@ def other_mode() -> list[int]:
     return checkpointed
 
 
+def placeholders() -> list[int]:
+    """An axis of a mesh that is not used has a group of torch's ``fake`` backend, as in torchtitan."""
+    model, unused, checkpointed = Model(Exchanging), dist.new_group(backend="fake"), list[int]()
+    with ebbtide.enable_activation_offloading(model, policy="minimal", min_bytes=0) as handle:
+        follow(handle, OfTheLength(handle.plan, 1))
+        for _ in range(2):
+            (model(torch.randn(2, 4, WIDTH, requires_grad=True)).square().mean() * SCALE).backward()
+            checkpointed.append(handle.stats().checkpointed_blocks)
+    dist.destroy_process_group(unused)
+    return checkpointed
+
+
 LENGTHS = (4, 96)
 BORDER_BYTES = 10_000
 
@@ -306,6 +318,7 @@ def results() -> dict[str, CaseResult]:
         "skipping": (skipping, ()),
         "without tokens": (without_tokens, ()),
         "another mode": (other_mode, ()),
+        "placeholders": (placeholders, ()),
     }
     return run_cases(cases, 2, timeout_seconds=90.0)
 
@@ -382,6 +395,11 @@ def test_no_third_forward_runs_where_other_ranks_are_needed(results: dict[str, C
 def test_replicas_are_not_needed_for_a_vote_on_collectives_among_others(results: dict[str, CaseResult]) -> None:
     one, other = results["skipping"].values()
     assert (one > 0, other) == (True, 0)
+
+
+def test_groups_that_carry_no_collectives_do_not_end_checkpoints(results: dict[str, CaseResult]) -> None:
+    for _, then in results["placeholders"].values():
+        assert then == LAYERS
 
 
 @pytest.mark.parametrize("wrapper", ["fsdp2", "ddp"])

@@ -24,7 +24,7 @@ from torch import nn
 
 from ebbtide.base.errors import ConfigError, note_place, spelled
 from ebbtide.engine import Block, Engine
-from ebbtide.wrap.collectives import Ranks, is_distributed, ranks_in
+from ebbtide.wrap.collectives import FAKE, Ranks, is_distributed, ranks_in
 from ebbtide.wrap.meeting import Meeting
 from ebbtide.wrap.strategy import (
     ddp_around,
@@ -62,7 +62,7 @@ def groups_of(model: nn.Module, *, ddp: bool = True) -> list[Ranks]:
     A group comes from the same mesh or process group on each of its ranks, so all of them identify it alike. Groups of
     DDP, which no forward of a block needs, are left out without ``ddp``.
     """
-    if not is_distributed() or dist.get_backend() == "fake":  # it has no other ranks
+    if not is_distributed() or dist.get_backend() == FAKE:  # it has no other ranks
         return []
     groups: set[Ranks] = set()
     around = ddp_around(model)

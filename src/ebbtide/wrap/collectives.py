@@ -7,7 +7,7 @@ the same order, so all of them make the same observation in the same block. Bloc
 are assumed to use the same groups; the first of them is never checkpointed.
 
 Not detected: NCCL's point-to-point messages, and kernels that read other ranks' memory without a process group. Some
-backends do not count (torch's ``fake``, MPI): with a group of one, no block is checkpointed.
+backends do not count (MPI; torch's ``fake``, if all groups are of it): with a group of one, no block is checkpointed.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from ebbtide.engine import Block
 
 Ranks = tuple[int, ...]
 """A group of ranks, in order."""
+
+FAKE = "fake"
+"""The backend whose groups exchange nothing."""
 
 is_distributed: Callable[[], bool] = getattr(dist, "is_initialized", bool)
 """Whether there are process groups; ``bool`` returns False in a torch without them."""
@@ -109,10 +112,15 @@ def _kind(value: Any) -> Hashable:
 
 
 def shared_groups() -> list[Any]:
-    """Return the process groups that this rank shares with others."""
+    """Return the process groups that this rank shares with others, without placeholders.
+
+    Where ranks communicate, a group of the ``fake`` backend is one: torchtitan has them for axes that it does not use.
+    """
     if not is_distributed():
         return []
-    return [group for group in dist.distributed_c10d._world.pg_map if group.size() > 1]
+    groups = [(group, backend) for group, (backend, _) in dist.distributed_c10d._world.pg_map.items()]
+    simulated = all(backend == FAKE for _, backend in groups)
+    return [group for group, backend in groups if group.size() > 1 and (simulated or backend != FAKE)]
 
 
 def ranks_in(group: Any) -> Ranks:
