@@ -1214,8 +1214,8 @@ MUTANTS = (
     Mutant(
         "outside: variables of enclosing functions are not looked at",
         "ebbtide/wrap/outside.py",
-        "*files.values(), *cells]",
-        "*files.values()]",
+        ", *_once(cells)]",
+        "]",
         ("tests/unit/wrap/test_outside.py",),
     ),
     Mutant(
@@ -1263,8 +1263,8 @@ MUTANTS = (
     Mutant(
         "outside: objects are not looked at",
         "ebbtide/wrap/outside.py",
-        "Role.CONTAINER, Role.OBJECT)",
-        "Role.CONTAINER)",
+        "Role.CONTAINER, Role.OBJECT, Role.GENERATOR)",
+        "Role.CONTAINER, Role.GENERATOR)",
         ("tests/unit/wrap/test_outside.py",),
     ),
     Mutant(
