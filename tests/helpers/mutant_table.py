@@ -1228,8 +1228,8 @@ MUTANTS = (
     Mutant(
         "outside: variables of enclosing functions are not looked at",
         "ebbtide/wrap/outside.py",
-        "*files.values(), *cells]",
-        "*files.values()]",
+        ", *_once(cells)]",
+        "]",
         ("tests/unit/wrap/test_outside.py",),
     ),
     Mutant(
@@ -1277,8 +1277,8 @@ MUTANTS = (
     Mutant(
         "outside: objects are not looked at",
         "ebbtide/wrap/outside.py",
-        "Role.CONTAINER, Role.OBJECT)",
-        "Role.CONTAINER)",
+        "Role.CONTAINER, Role.OBJECT, Role.GENERATOR)",
+        "Role.CONTAINER, Role.GENERATOR)",
         ("tests/unit/wrap/test_outside.py",),
     ),
     Mutant(
@@ -1508,9 +1508,30 @@ MUTANTS = (
     Mutant(
         "second forward: a block with another module than before counts as one like it",
         "ebbtide/wrap/checkpointable.py",
-        "            self._collectives.forget(block)\n",
-        "",
+        "if place[0] == block.name}\n            self._collectives.forget(block)\n",
+        "if place[0] == block.name}\n",
         CHECKPOINTABLE,
+    ),
+    Mutant(
+        "second forward: only the mode of the block itself counts",
+        "ebbtide/wrap/checkpointable.py",
+        "module.modules() if parts is None else parts.alive()))",
+        "[module]))",
+        CHECKPOINTABLE,
+    ),
+    Mutant(
+        "second forward: blocks with lazy layers show how others like them run",
+        "ebbtide/wrap/collectives.py",
+        "        if list(map(type, module.modules())) != parts:\n",
+        "        if False:\n",
+        CHECKPOINTABLE,
+    ),
+    Mutant(
+        "outside: functions that forwards name are not followed",
+        "ebbtide/wrap/names.py",
+        "                found.functions.append(function)\n",
+        "                pass\n",
+        ("tests/unit/wrap/test_outside.py",),
     ),
     Mutant(
         "second forward: modules of another class are as they were",

@@ -4,8 +4,9 @@
 A ``TorchDispatchMode`` sees every operator: it counts them, logs them, or returns another result (a lower precision
 that it emulates). One that is open in forward may be closed in backward. Under it a recipe would be found equal that
 gives another value in backward, two sums over the same bytes would differ, and the counts of a mode would include our
-recomputes. So recipes and sums over bytes are evaluated outside of modes. Modes that define what a tensor is
-(``is_infra_mode``, such as torch's fake tensors) stay, and all that are open with them.
+recomputes. So recipes and sums over bytes are evaluated outside of modes, and no block is checkpointed in one: its
+second forward would need the mode. Modes that define what a tensor is (``is_infra_mode``, such as torch's fake tensors)
+stay, and all that are open with them.
 """
 
 from __future__ import annotations
@@ -29,10 +30,16 @@ def names_of_modes() -> tuple[str, ...]:
     return tuple(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
 
 
+def foreign_modes() -> int:
+    """Return how many dispatch modes are open, if none of them defines what a tensor is."""
+    count = modes_open()
+    return 0 if count and any(mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack()) else count
+
+
 def outside_modes(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call ``work`` outside of dispatch modes. See [Note: modes]."""
-    count = modes_open()
-    if not count or any(mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack()):
+    count = foreign_modes()
+    if not count:
         return work(*args, **kwargs)
     modes: list[Any] = []
     try:

@@ -32,6 +32,7 @@ from ebbtide.base.errors import RestoreError
 from ebbtide.engine import Block
 from ebbtide.engine.fingerprint import Compared
 from ebbtide.engine.guard import Watched
+from ebbtide.engine.modes import foreign_modes
 from ebbtide.engine.run import BlockRun
 from ebbtide.engine.stats import Tally
 from ebbtide.wrap.agreement import Vote, Votes, has_collectives
@@ -58,7 +59,10 @@ _READ = "torch.nn.attention.flex_attention.BlockMask"
 """An argument type that blocks only read: a mask is made once per forward."""
 
 
-_VERSION = operator.attrgetter("_version")
+_VERSION, _TRAINING = map(operator.attrgetter, ("_version", "training"))
+
+_Place = tuple[str, bytes]
+"""The path of a block, and which of its modules are in training."""
 
 _ADVANCES = "have a generator, an iterator or a file of their own, which a second forward would advance again"
 
@@ -98,10 +102,11 @@ class Checkpointable:
         self._states = States()
         self._planned: dict[str, bool] = {}  # path of a block → whether it is to be checkpointed, by what it saved
         self._parts: dict[str, Modules] = {}  # of blocks, by path, when the tree was last walked
-        self._looked: set[tuple[str, bool]] = set()  # blocks and modes of which a forward has been watched
+        self._modes: dict[str, bytes] = {}  # path of a block → which of its modules were in training
+        self._looked: set[_Place] = set()  # of which a forward has been watched
         self._looks: Counter[str] = Counter()  # at what is outside of the blocks of a kind
         self._in_doubt: set[str] = set()  # kinds whose latest such forward changed something, see [Note: outside]
-        self._ended: set[tuple[str, bool]] = set()  # blocks and modes of which a second forward may be cut off
+        self._ended: set[_Place] = set()  # of which a second forward may be cut off
         self._left: set[str] = set()  # kinds that communicate, whose latest one left something changed
 
     def decide(
@@ -152,11 +157,16 @@ class Checkpointable:
 
     def _stop(self, kind: str, module: nn.Module, groups: Sequence[Ranks]) -> None:
         """Notify the ranks that decided to checkpoint a kind that this one cannot, and why."""
-        self._votes.stop(kind, module, groups, self._refused.get(kind, "got inference tensors, or cached weights"))
+        self._votes.stop(
+            kind,
+            module,
+            groups,
+            self._refused.get(kind, "got inference tensors or cached weights, or ran in a dispatch mode"),
+        )
 
     def able(self, block: Block, module: nn.Module, called: Called) -> bool:
         """Whether this process alone may checkpoint a block: it was watched, and no other rank is needed."""
-        watched = (block.name, module.training) in self._looked and block.name != ENTIRE_MODEL
+        watched = self._place(block, module) in self._looked and block.name != ENTIRE_MODEL
         allowed = watched and self._alone(block, module) and self._repeatable(block.kind, called)
         return allowed and block.kind not in self._in_doubt
 
@@ -170,7 +180,7 @@ class Checkpointable:
         It is called at the last saved tensor, with False, and returns whether the forward must run to its end; and
         after the forward, with True. None: this block was found to leave nothing changed.
         """
-        kind, place = block.kind, (block.name, module.training)
+        kind, place = block.kind, self._place(block, module)
         if place in self._ended:
             return None
         outside = Outside(module, () if state is None else state.large_arrays)
@@ -200,7 +210,11 @@ class Checkpointable:
 
         Refuses a kind that can reach a generator: also if this very forward would have been checkpointed.
         """
-        looked = (block.name, module.training) in self._looked
+        place = self._place(block, module)
+        if self._modes.get(block.name) != place[1]:  # switches of its modules tell which blocks are like it
+            self._modes[block.name] = place[1]
+            self._collectives.forget(block)
+        looked = place in self._looked
         if not self._possible(block, module) or (looked and block.kind in self._refused):
             self._states.last.pop(module, None)  # the plan may have changed
             return None
@@ -225,7 +239,7 @@ class Checkpointable:
             yield
             return
         block, kind = run.block, run.block.kind
-        place = block.name, module.training
+        place = self._place(block, module)
         first = place not in self._looked
         own = state.versioned()
         versions = list(map(_VERSION, own))
@@ -268,8 +282,13 @@ class Checkpointable:
         if known is None or not known.same(parts):
             self._parts[block.name] = Modules(parts)
             for places in (self._looked, self._ended):
-                places -= {(block.name, True), (block.name, False)}
+                places -= {place for place in places if place[0] == block.name}
             self._collectives.forget(block)
+
+    def _place(self, block: Block, module: nn.Module) -> _Place:
+        """Return a block and the modes of its modules: a batch norm may be frozen in a block that is in training."""
+        parts = self._parts.get(block.name)
+        return block.name, bytes(map(_TRAINING, module.modules() if parts is None else parts.alive()))
 
     def _inspect(self, kind: str, module: nn.Module) -> None:
         """Refuse a kind by what its functions and modules are."""
@@ -319,6 +338,8 @@ class Checkpointable:
             self._refuse(kind, f"take a {what}, which a second forward would read changed", hint)
         if parametrize._cache_enabled or any(map(torch.is_inference, called.tensors)):
             return False  # weights that another block computed are no arguments; autograd saves no inference tensors
+        if foreign_modes():
+            return False  # one may be closed in backward, or counts what runs: see [Note: modes]
         return kind not in self._refused
 
     def _refuse(self, kind: str, why: str, hint: str = "") -> None:

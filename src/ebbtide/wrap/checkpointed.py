@@ -3,8 +3,9 @@
 [Note: a second forward] Gradients are right only if it computes the same values as the first. So what it depends on is
 restored: autocast, the default device, modes that replace functions, the states of torch's, Python's and numpy's random
 generators, everything that the block's modules can reach (see [Note: state]: the parameters and adapters of that time,
-counters, memories), ``requires_grad``, the numerics and the chosen attention kernels. Weights, buffers and other
-tensors of the modules are checked for changes: see [Note: watched weights].
+counters, memories), ``requires_grad``, context variables that are plain values (others may hold the graph, which would
+hold them), the numerics and the chosen attention kernels. Weights, buffers and other tensors of the modules are checked
+for changes: see [Note: watched weights].
 
 Afterwards all is as it was before, also what the end of the block would have set back: a second forward is cut off
 after its last saved tensor. What it changes outside of its modules is not restored: see [Note: cut off].
@@ -17,6 +18,7 @@ import operator
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from contextvars import Context, ContextVar, copy_context
 from typing import Any
 
 import torch
@@ -34,6 +36,7 @@ from ebbtide.wrap.called import Called, is_refused
 from ebbtide.wrap.checkpointable import Checkpointable, Unfinished, Varies
 from ebbtide.wrap.checkpointedcall import CheckpointedCall
 from ebbtide.wrap.generators import Restorable, generators, restore, states
+from ebbtide.wrap.roles import VALUES
 from ebbtide.wrap.state import State
 
 
@@ -106,7 +109,7 @@ class ForwardContext:
         self._kinds = list(filter(torch._C._is_autocast_available, {"cpu", run.device_type, *map(_TYPE, devices)}))
         self._restorables, self._casts = [*_SETTINGS, *generators(devices)], _casts(self._kinds)
         self._values = states(self._restorables)
-        self._numerics, self._modes = current_numerics(), _function_modes()
+        self._numerics, self._modes, self._variables = current_numerics(), _function_modes(), _variables()
 
     def call(self, called: Called, saved_bytes: int) -> Any:
         """Run the block under a checkpoint.
@@ -160,7 +163,7 @@ class ForwardContext:
                     # Another region, around the backward, would keep casts for the forward after the weights' update.
                     torch.set_autocast_cache_enabled(False)
                 unfinished = self._ending() if cut_off else None
-                forward(unfinished)
+                _with_variables(self._variables, forward, unfinished)
                 if unfinished is not None:
                     unfinished(True)
         finally:
@@ -216,6 +219,24 @@ def _set_casts(kinds: Sequence[str], casts: _Casts) -> None:
     for kind, enabled, dtype in zip(kinds, *casts[:2], strict=True):
         torch.set_autocast_enabled(kind, enabled)
         torch.set_autocast_dtype(kind, dtype)
+
+
+_OTHER = object()
+"""Stands for a value that is not held."""
+
+
+def _variables() -> list[tuple[ContextVar[Any], Any]]:
+    """Return the context variables that are set, and their plain values."""
+    return [(variable, x if type(x) in VALUES else _OTHER) for variable, x in copy_context().items()]
+
+
+def _with_variables(variables: list[tuple[ContextVar[Any], Any]], work: Callable[..., object], *args: Any) -> None:
+    """Call ``work`` with these context variables; those with other values than plain ones are as they are now."""
+    context, now = Context(), copy_context()
+    for variable, value in variables:
+        if value is not _OTHER or variable in now:
+            context.run(variable.set, now[variable] if value is _OTHER else value)
+    context.run(work, *args)
 
 
 def _function_modes() -> Sequence[TorchFunctionMode]:

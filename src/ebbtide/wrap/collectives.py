@@ -61,10 +61,15 @@ class Collectives:
 
     @contextlib.contextmanager
     def look(self, block: Block, module: nn.Module) -> Generator[None]:
-        """Observe which groups a block's forward uses."""
-        before = _counts()
+        """Observe which groups a block's forward uses.
+
+        One that changes the classes of modules (lazy ones get their sizes) shows nothing of the next block like it.
+        """
+        before, parts = _counts(), list(map(type, module.modules()))
         classes, structure = self._structure(block, module)
         yield  # a forward that raises has shown nothing
+        if list(map(type, module.modules())) != parts:
+            return
         self._watched.add(structure)
         if before:
             seen = self._seen.setdefault(classes, set())

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import operator
+import pickle
 import random
 import sys
 from collections.abc import Callable, Iterable
@@ -56,6 +58,19 @@ def restore(these: Iterable[Restorable], before: list[Any], now: list[Any]) -> N
     for one, state, current in zip(these, before, now, strict=True):
         if state is not current and not one.same(state, current):
             one.restore(state)
+
+
+def state_of(generator: Any) -> bytes:
+    """Return the state of any generator, to be compared: of torch, Python or numpy, or a count; empty: unknown."""
+    if isinstance(generator, torch.Generator):
+        return bytes(generator.get_state().tolist())
+    if type(generator) is itertools.count:
+        return repr(generator).encode()
+    state: Any = getattr(generator, "getstate", None) or getattr(generator, "get_state", None)
+    try:  # a generator of the system has no state
+        return pickle.dumps(generator.bit_generator.state if state is None else state())
+    except (AttributeError, NotImplementedError):
+        return b""
 
 
 class _Remembered:

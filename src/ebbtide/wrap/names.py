@@ -8,9 +8,12 @@ import inspect
 import random
 import sys
 import types
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from ebbtide.wrap.forward import StandIn
@@ -21,6 +24,15 @@ _CALLED = (types.FunctionType, functools.partial, *_BOUND)
 
 _STATELESS = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type, type(None))
 """Classes of what a function may name and still compute the same: None is what functions of torch are bound to."""
+
+_LIBRARIES = sys.stdlib_module_names | {"torch", "ebbtide", "numpy"}
+"""Packages whose functions and classes keep nothing that belongs to a program."""
+
+_UNNAMED = ("__call__", "__enter__", "__exit__", "forward")
+"""Methods that code calls without their names; the last one by a module, or by ``apply`` of a custom function."""
+
+MOST_REACHED = 200
+"""Most functions that are followed from one block, the nearest first."""
 
 _OUTSIDE_FORWARD = frozenset(
     ("__init__", "__new__", "__repr__", "extra_repr", "reset_parameters")
@@ -37,7 +49,7 @@ def generators_of(module: nn.Module) -> list[Any]:
     """
     functions, owners = functions_of(list(module.modules()))
     values = [*owners, *(value for function in functions for value in values_named_in(function))]
-    restored = _restored_generators()
+    restored = restored_generators()
     return [v for value in values for v in _inside(value) if draws(type(v)) and id(v) not in restored]
 
 
@@ -47,7 +59,7 @@ def functions_of(modules: Iterable[nn.Module]) -> tuple[list[types.FunctionType]
     Functions of their classes, hooks, and functions, methods and partial functions in their attributes.
     """
     modules = list(modules)
-    functions = list(_methods_of(modules))
+    functions = [function for _, function in _methods_of(modules)]
     owners: list[Any] = []
     for called in _held_by(modules):
         while isinstance(called, functools.partial):
@@ -122,33 +134,80 @@ def _globals_in(code: types.CodeType) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*found, *(name for part in inner for name in _globals_in(part))]))
 
 
-def names_in(code: types.CodeType) -> Iterator[str]:
-    """Yield the names of globals and attributes in a function's code, and in that of functions inside of it."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from names_in(constant)
+@functools.lru_cache(maxsize=4096)
+def names_in(code: types.CodeType) -> tuple[str, ...]:
+    """Return the names of globals and attributes in a function's code, and in that of functions inside of it."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return tuple(dict.fromkeys([*code.co_names, *(name for part in inner for name in names_in(part))]))
 
 
-def _methods_of(modules: Iterable[nn.Module]) -> Iterator[types.FunctionType]:
-    """Yield the functions of modules' classes that a forward may call."""
+def _methods_of(modules: Iterable[nn.Module]) -> Iterator[tuple[str, types.FunctionType]]:
+    """Yield the functions of modules' classes that a forward may call, with their names."""
     for kind in classes_of(modules):
         for name, value in vars(kind).items():
-            if name in _OUTSIDE_FORWARD:
-                continue
-            sort = type(value)  # ``isinstance`` asks the value, which raises if it is a proxy of a dead object
-            if issubclass(sort, property):
-                value = value.fget
-            elif issubclass(sort, (staticmethod, classmethod)):
-                value = value.__func__
-            elif issubclass(sort, functools.cached_property):
-                value = value.func
-            yield from _unwrapped(value)
+            if name not in _OUTSIDE_FORWARD:
+                yield from ((name, function) for function in _unwrapped(value))
 
 
-def _unwrapped(function: Any) -> Iterator[types.FunctionType]:
-    """Yield a function and those that it wraps, except torch's own and ours."""
-    seen: set[int] = set()
+class Reached(NamedTuple):
+    """What code names, directly and through the functions that it names.
+
+    Attributes:
+        functions: The functions, the nearest first.
+        values: Values that they name, also in Python modules.
+        files: For each file its globals, and which names functions have for these or for attributes.
+    """
+
+    functions: list[types.FunctionType]
+    values: list[Any]
+    files: dict[int, tuple[dict[str, Any], set[str]]]
+
+
+def reached_from(modules: Iterable[nn.Module]) -> Reached:
+    """Return what the forwards of modules' classes name, and the functions that these name, and so on.
+
+    Methods are looked up in the classes of the modules, in classes that are named, and in those of objects. Libraries
+    are not followed.
+    """
+    methods: defaultdict[str, list[types.FunctionType]] = defaultdict(list)
+    for name, function in _methods_of(modules):
+        methods[name].append(function)
+    found = Reached([function for name in _UNNAMED for function in methods[name]], [], {})
+    known = set(found.functions)
+    for one in found.functions:  # and those that are found on the way
+        names, values = names_in(one.__code__), list(values_named_in(one))
+        named = [value for value in values if issubclass(type(value), types.ModuleType)]
+        files = [one.__globals__, *(vars(module) for module in named if not is_library(module.__name__))]
+        values += [file[name] for file in files[1:] for name in names if name in file]
+        for file in files:
+            found.files.setdefault(id(file), (file, set()))[1].update(names)
+        kinds = {base for v in values for base in inspect.getmro(v if issubclass(type(v), type) else type(v))}
+        theirs = [vars(kind) for kind in kinds if not is_library(kind.__module__)]
+        called = [held.get(name) for held in theirs for name in (*names, *_UNNAMED)]
+        for function in chain(*(methods.get(name, ()) for name in names), *map(_unwrapped, (*values, *called))):
+            libraries = is_library(function.__globals__.get("__name__"))
+            if function not in known and not libraries and len(known) < MOST_REACHED:
+                known.add(function)
+                found.functions.append(function)
+        found.values.extend(values)
+    return found
+
+
+def is_library(module: str | None) -> bool:
+    """Whether a module belongs to torch, numpy, the standard library, or ebbtide."""
+    return str(module).partition(".")[0] in _LIBRARIES
+
+
+def _unwrapped(value: Any) -> Iterator[types.FunctionType]:
+    """Yield the function of a method or property, and those that it wraps, except torch's own and ours."""
+    sort = type(value)  # ``isinstance`` asks the value, which raises if it is a proxy of a dead object
+    if issubclass(sort, property):
+        value = value.fget
+    elif issubclass(sort, (staticmethod, classmethod, types.MethodType)):
+        value = value.__func__
+    elif issubclass(sort, functools.cached_property):
+        value = value.func
+    seen, function = set[int](), value
     while issubclass(type(function), types.FunctionType) and id(function) not in seen:
         seen.add(id(function))
         if not str(function.__globals__.get("__name__")).startswith(("torch.", "ebbtide.wrap.")):
@@ -169,9 +228,9 @@ def _with_owner(value: Any) -> Iterator[Any]:
         yield value.__self__
 
 
-def _restored_generators() -> set[int]:
-    """Return the ids of the generators of Python and numpy whose states a second forward gets."""
-    own = [getattr(random.random, "__self__", None)]
+def restored_generators() -> set[int]:
+    """Return the ids of the generators of torch, Python and numpy whose states a second forward gets."""
+    own = [torch.default_generator, *torch.cuda.default_generators, getattr(random.random, "__self__", None)]
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         own.append(getattr(numpy.random.rand, "__self__", None))

@@ -4,6 +4,9 @@
 A second forward restores what the modules can reach, and no more: a list of losses at the top of a file, or the owner
 of a forward hook, would be written twice, and nothing that is compared would show it. So what the functions of a block
 name, with their default values and attributes, and its hooks' owners are compared before and after its first forwards.
+Forwards call helpers in other files, which keep lists, counters and random states there. So the functions that a
+forward names are followed, and what all name is looked into some levels deep. Not so with hooks, nor with what owns
+them: that is often machinery, which counts its calls.
 A kind of block that has changed one is in doubt, and not checkpointed, until a forward changes none: it may have filled
 a cache. One that changes something twice is never checkpointed.
 
@@ -20,7 +23,8 @@ from __future__ import annotations
 import operator
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain, islice
 from types import CellType, FunctionType
 from typing import Any
 
@@ -28,13 +32,27 @@ import torch
 from torch import nn
 
 from ebbtide.wrap.arrays import digest
-from ebbtide.wrap.names import classes_of, functions_of, names_in, values_named_in
-from ebbtide.wrap.roles import VALUES, Role, role
+from ebbtide.wrap.contents import Slots
+from ebbtide.wrap.generators import state_of
+from ebbtide.wrap.names import (
+    classes_of,
+    functions_of,
+    is_library,
+    names_in,
+    reached_from,
+    restored_generators,
+    values_named_in,
+)
+from ebbtide.wrap.roles import VALUES, Role, role, slots_of
 
 LOOKS = 4
 """First forwards of a kind of block around which changes are searched."""
 
-_KINDS = (Role.TENSOR, Role.DICT, Role.CONTAINER, Role.OBJECT)
+LEVELS = 3
+MOST_INSIDE = 10_000
+"""How deep it is looked into what forwards name, and into how many elements of each level."""
+
+_KINDS = (Role.TENSOR, Role.DICT, Role.CONTAINER, Role.OBJECT, Role.GENERATOR)
 
 
 class Outside:
@@ -62,34 +80,43 @@ def _named(module: nn.Module) -> list[Any]:
     modules = list(module.modules())
     functions, owners = functions_of(modules)
     classes = classes_of(modules)
+    reached, left_alone = reached_from(modules), {*map(id, modules), *restored_generators()}
+    deep = (*reached.values, *(value for kind in classes for value in vars(kind).values()))
+    inner = deep = [value for value in _once(deep) if id(value) not in left_alone and _can_change(value)]
+    for _ in range(LEVELS - 1):
+        inner = list(islice(chain.from_iterable(map(_inside, inner)), MOST_INSIDE))
+        inner = [value for value in inner if id(value) not in left_alone and _can_change(value)]
+        deep = [*deep, *inner]
     values = [value for function in functions for value in values_named_in(function)]
-    values += [value for kind in classes for value in vars(kind).values()]
-    own, found = set(map(id, modules)), filter(_can_change, (*functions, *values, *owners))
-    found = list({id(v): v for v in found if id(v) not in own and not isinstance(v, nn.Parameter)}.values())
-    cells = [cell for function in functions for cell in function.__closure__ or ()]
-    files = {id(function.__globals__): _Globals(function.__globals__) for function in functions}
+    found = _once((*functions, *reached.functions, *values, *deep, *owners))
+    found = [v for v in found if _can_change(v) and id(v) not in left_alone and not isinstance(v, nn.Parameter)]
+    cells = [cell for function in (*functions, *reached.functions) for cell in function.__closure__ or ()]
+    files = reached.files
     for function in functions:
-        files[id(function.__globals__)].names.update(names_in(function.__code__))
-    return [*found, *classes, *files.values(), *cells]
+        files.setdefault(id(function.__globals__), (function.__globals__, set()))[1].update(names_in(function.__code__))
+    return [*found, *classes, *(_Globals(*file) for file in files.values()), *_once(cells)]
+
+
+def _once(values: Iterable[Any]) -> list[Any]:
+    return list({id(value): value for value in values}.values())
 
 
 def _can_change(value: Any) -> bool:
     kind = type(value)
     if issubclass(kind, (type, FunctionType)):
-        return str(value.__module__).partition(".")[0] not in ("builtins", "torch", "ebbtide")
+        return not is_library(value.__module__)
     return role(kind) in _KINDS or issubclass(kind, threading.local)
 
 
 class _Globals:
-    """What the functions of one file name in it: a number is another object when it is counted up."""
+    """What functions name in one file: a number is another object when it is counted up."""
 
-    def __init__(self, held: dict[str, Any]) -> None:
-        self._held = held
-        self.names: set[str] = set()
+    def __init__(self, held: dict[str, Any], names: set[str]) -> None:
+        self._held, self._names = held, list(names)
 
     def values(self) -> list[Any]:
         """Return what the names stand for now."""
-        return [self._held.get(name) for name in self.names]
+        return [self._held.get(name) for name in self._names]
 
 
 def _inside(value: Any) -> list[Any]:
@@ -108,10 +135,13 @@ def _inside(value: Any) -> list[Any]:
     base: Any = next((base for base in (list, set, deque) if isinstance(value, base)), None)
     if base is not None:
         return [*base.__iter__(value)]
+    if role(type(value)) is Role.GENERATOR:
+        return [state_of(value)]
     try:
-        return [*value.__dict__.values()]
+        attributes = [*value.__dict__.values()]
     except Exception:  # it has none, or is a proxy of nothing
-        return []
+        attributes = []
+    return [*attributes, *Slots(value, slots).copy().values()] if (slots := slots_of(type(value))) else attributes
 
 
 def _same(one: Any, other: Any) -> bool:

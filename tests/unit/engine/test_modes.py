@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ import ebbtide
 from ebbtide.engine.modes import outside_modes
 from tests.helpers.engines import REMAKE
 from tests.helpers.parts import WIDTH, differing, gated_model
+from tests.helpers.twice import Block, Stack, check, sgd, step_of
 
 STEPS = 6
 
@@ -76,6 +78,32 @@ def test_a_count_of_operators_in_forward_is_the_models(policy: str) -> None:
     expected = counted()
     with ebbtide.enable_activation_offloading(model, policy=policy, min_bytes=0, window=1):
         assert counted() == expected
+
+
+@pytest.mark.parametrize("kind", [Coarse, functools.partial(FlopCounterMode, display=False)], ids=["coarse", "flops"])
+@pytest.mark.parametrize("to_the_end", [False, True])
+def test_no_block_is_checkpointed_in_a_mode(kind: Any, to_the_end: bool) -> None:
+    """A second forward outside of it would compute otherwise; in it, it would be counted."""
+    counts: list[int] = []
+
+    @step_of
+    def forward_only(model: Any) -> Tensor:
+        with kind() as mode:
+            loss = model(torch.randn(8, 16)).square().mean()
+        counts.append(0 if kind is Coarse else mode.get_total_flops())
+        return loss
+
+    def step(model: Any, number: int) -> Tensor:
+        if not to_the_end:
+            return forward_only(model, number)
+        with kind() as mode:
+            loss = plain(model, number)
+        counts.append(0 if kind is Coarse else mode.get_total_flops())
+        return loss
+
+    plain = step_of(lambda model: model(torch.randn(8, 16)).square().mean())
+    check(lambda: sgd(Stack(Block(), Block(), Block())), step, steps=STEPS, policies=["minimal"])
+    assert counts[:STEPS] == counts[STEPS:]
 
 
 def test_modes_are_open_again_after_an_error() -> None:

@@ -261,6 +261,44 @@ def test_a_block_with_a_new_part_is_watched_as_if_it_were_new(
     assert difference(plain, got) == "" and stats.checkpointed_blocks == checkpointed
 
 
+@pytest.mark.parametrize("policy", [Changes(), "minimal"], ids=["checkpoint", "minimal"])
+def test_a_frozen_norm_that_is_trained_again_in_a_block_that_always_was(policy: Any) -> None:
+    def make() -> nn.Module:
+        blocks = [Composed() for _ in range(3)]
+        for block in blocks:
+            block.part = nn.BatchNorm1d(16).eval()
+        return sgd(Stack(*blocks))
+
+    def step(model: Any, number: int) -> Tensor:
+        for block in model.blocks:
+            block.part.train(number >= 3)
+        return squares(model, number)
+
+    check(make, step, policies=[policy])
+    assert train(make, step, 3, policy=policy)[1].checkpointed_blocks == 3
+
+
+@pytest.mark.parametrize("policy", [Changes(), "minimal"], ids=["checkpoint", "minimal"])
+def test_lazy_layers_become_others_in_the_first_forward(policy: Any) -> None:
+    def make() -> nn.Module:
+        model = Stack(*(Composed() for _ in range(3)))
+        for block in model.blocks:
+            block.part = nn.LazyLinear(16)  # pyright: ignore[reportAttributeAccessIssue]
+        return model
+
+    def step(model: Any, number: int) -> Tensor:
+        loss = model(torch.randn(8, 16)).square().mean()
+        if number == 0:
+            sgd(model)
+        model.optimizer.zero_grad()
+        loss.backward()
+        model.optimizer.step()
+        return loss
+
+    check(make, step, policies=[policy])
+    assert train(make, step, 3, policy=policy)[1].checkpointed_blocks == 3
+
+
 def _orthogonal() -> nn.Module:
     torch.manual_seed(4)
     blocks = [Block() for _ in range(3)]

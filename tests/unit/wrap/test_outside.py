@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import random
 import threading
 import types
 import weakref
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -167,7 +169,7 @@ def test_a_kind_that_changes_what_is_outside_is_not_checkpointed(
 
 STACK: list[int] = []
 SPOT = SimpleNamespace(flag=False)
-ENDS = SimpleNamespace(of=SimpleNamespace(forwards=0))
+ENDS = SimpleNamespace(of=SimpleNamespace(all=[SimpleNamespace(forwards=0)]))
 """Too far inside to be found."""
 
 
@@ -178,7 +180,7 @@ class Ends(Block):
         self.begin()
         y = hard(x + hard(self.a(x)))
         self.end()
-        ENDS.of.forwards += 1
+        ENDS.of.all[0].forwards += 1
         return y
 
     def begin(self) -> None:
@@ -230,7 +232,7 @@ class Hooked(Ends):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.last(x + hard(self.a(x)))
-        ENDS.of.forwards += 1
+        ENDS.of.all[0].forwards += 1
         return y
 
 
@@ -246,10 +248,10 @@ def test_what_a_block_changes_back_at_its_end_is_changed_back_in_its_second_forw
     model, x = stack(kind), torch.randn(4, WIDTH)
     with enable(model):
         for _ in range(6):
-            ENDS.of.forwards = 0
+            ENDS.of.all[0].forwards = 0
             model(x).sum().backward()
             assert (STACK, SPOT.flag, DEPTH) == ([], False, 0)
-        assert ENDS.of.forwards == 3 * ends
+        assert ENDS.of.all[0].forwards == 3 * ends
 
 
 def test_the_ends_of_second_forwards_are_looked_at_until_nothing_is_left_changed(
@@ -366,7 +368,46 @@ def _by_a_decorator(block: Any, x: Tensor) -> None:
     pass
 
 
+DEEP: dict[str, Any] = {}
+PYTHON = random.Random(1)
+
+
+class Slotted:
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def count(self) -> None:
+        self.calls += 1
+
+
+SLOTTED = Slotted()
+HELPERS = types.ModuleType("helpers")
+vars(HELPERS).update(
+    losses=[], generators={"of": SimpleNamespace(torch=torch.Generator(), numpy=np.random.default_rng())}
+)
+
+
+def _rolls() -> float:
+    return PYTHON.random()
+
+
+def _keeps(loss: Tensor) -> None:
+    DEEP.setdefault("losses", {}).setdefault("of blocks", [0]).append(loss)
+
+
+def _counts_in_a_method() -> None:
+    SLOTTED.count()
+
+
 NOTES: dict[str, Callable[..., Any]] = {
+    "a helper's list": lambda block, x: _keeps(x.detach().sum()),
+    "a list of another file": lambda block, x: HELPERS.losses.append(x.detach().sum()),
+    "slots": lambda block, x: _counts_in_a_method(),
+    "torch's generator": lambda block, x: torch.rand(1, generator=HELPERS.generators["of"].torch),
+    "numpy's generator": lambda block, x: HELPERS.generators["of"].numpy.random(),
+    "Python's generator": lambda block, x: _rolls(),
     "a list of a class": lambda block, x: type(block).held.append(1),
     "a number of a class": lambda block, x: setattr(type(block), "number", type(block).number + 1),
     "a number of the file": _a_number_of_the_file,
@@ -496,13 +537,13 @@ def test_a_function_may_read_what_it_saved_twice(retain: bool) -> None:
         assert handle.stats().checkpointed_blocks == 3
 
 
-ATTENDED = SimpleNamespace(run=SimpleNamespace(orders=()))
+ATTENDED = SimpleNamespace(run=SimpleNamespace(of=[SimpleNamespace(orders=())]))
 """Too far inside to be found."""
 
 
 class Attends(Block):
     def forward(self, x: Tensor) -> Tensor:
-        ATTENDED.run.orders += (torch._C._get_sdp_priority_order(),)
+        ATTENDED.run.of[0].orders += (torch._C._get_sdp_priority_order(),)
         y = F.scaled_dot_product_attention(x, x, x)
         return hard(self.a(x + y))
 
@@ -512,12 +553,12 @@ def test_a_second_forward_tries_attentions_kernels_in_the_order_of_the_first() -
     usual = torch._C._get_sdp_priority_order()
     with enable(model) as handle:
         for _ in range(4):
-            ATTENDED.run.orders = ()
+            ATTENDED.run.of[0].orders = ()
             with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True):
                 loss = model(x).sum()
             loss.backward()
-        assert handle.stats().checkpointed_blocks == 2 and len(ATTENDED.run.orders) == 4
-    assert len(set(map(tuple, ATTENDED.run.orders))) == 1 and ATTENDED.run.orders[0] != usual
+        assert handle.stats().checkpointed_blocks == 2 and len(ATTENDED.run.of[0].orders) == 4
+    assert len(set(map(tuple, ATTENDED.run.of[0].orders))) == 1 and ATTENDED.run.of[0].orders[0] != usual
     assert torch._C._get_sdp_priority_order() == usual
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import collections
+import contextvars
 import functools
+import gc
 import io
 import itertools
 import random
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -459,6 +462,51 @@ def test_a_block_is_watched_in_the_first_forward_of_a_mode_that_does_not_fail(be
         return squares(model, number)
 
     check(lambda: blocks(Norms), step, policies=("minimal",))
+
+
+SCALE = contextvars.ContextVar("SCALE", default=1.0)
+OUTPUTS: contextvars.ContextVar[Any] = contextvars.ContextVar("OUTPUTS")
+
+
+class Scaled(Block):
+    """Reads a context variable, and sets it until its end."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = SCALE.get()
+        before = SCALE.set(scale + 1)
+        y = super().forward(x * scale)
+        SCALE.reset(before)
+        return y
+
+
+def test_context_variables_are_those_of_the_first_forward() -> None:
+    def step(model: Any, number: int) -> Tensor:
+        model.optimizer.zero_grad()
+        before = SCALE.set(2.0 + number % 2)
+        loss = model(rows()).square().mean()
+        SCALE.reset(before)
+        loss.backward()
+        model.optimizer.step()
+        return loss * SCALE.get()
+
+    check_checkpointed(lambda: blocks(Scaled), step)
+
+
+def test_a_context_variable_with_a_graph_does_not_keep_it() -> None:
+    def outputs(policy: str) -> list[weakref.ref[Tensor]]:
+        model = blocks(Scaled)
+        with ebbtide.enable_activation_offloading(model, policy=policy, min_bytes=0):
+            for _ in range(3):
+                squares(model, 0)
+            before = OUTPUTS.set(held := [])
+            held.append(model(rows()))  # no backward
+            OUTPUTS.reset(before)
+            found = [weakref.ref(held[0])]
+            held = None
+            gc.collect()
+            return found
+
+    assert outputs("minimal")[0]() is None
 
 
 class Above:
