@@ -16,7 +16,6 @@ from torch import nn
 
 from ebbtide.arguments import accelerator_of, check_choosers, chosen_policy, options_of, policy_of, refuse_budget
 from ebbtide.base.actions import Plan, SavablePlan
-from ebbtide.base.checks import check_value
 from ebbtide.base.errors import ConfigError, undone_on_error
 from ebbtide.base.events import BUS
 from ebbtide.base.extras import check_version
@@ -24,7 +23,7 @@ from ebbtide.config import MIN_BYTES, Keep, Offload, Options, Policy, Strategy, 
 from ebbtide.engine import Engine, Rule, Stats
 from ebbtide.engine.contexts import CONTEXT, ContextRun
 from ebbtide.engine.idle import IdleEngines, idle_engines
-from ebbtide.engine.rules import rule_table
+from ebbtide.engine.rules import check_rule, rule_table
 from ebbtide.planner import TablePlan, plan_for
 from ebbtide.planner.machines import Machine, machine_named
 from ebbtide.planner.table import table_plan
@@ -35,7 +34,7 @@ from ebbtide.profiling.simulated import Job, simulate_model
 from ebbtide.profiling.solutions import solution_for
 from ebbtide.recorded import log_saved, plan_fields, provide, warn_of_idle, warn_of_torch
 from ebbtide.store import capture_query, open_tier
-from ebbtide.wrap import Attachment, check_strategy, find_blocks, weights_move
+from ebbtide.wrap import STRATEGY_NAMES, Attachment, check_strategy, find_blocks, weights_move
 from ebbtide.wrap.blocks import planned_blocks
 from ebbtide.wrap.coverage import Watch
 from ebbtide.wrap.forward import GRAPH_CAPTURE
@@ -46,8 +45,6 @@ logger = logging.getLogger("ebbtide")
 _custom_rules: dict[str, Rule] = {}
 _idle_engines: dict[Hashable, IdleEngines] = {}
 """Idle engines of ``offload_saved_tensors``, by settings."""
-
-STRATEGY_NAMES = {"single": "single-device", "ddp": "DDP", "fsdp": "FSDP", "fsdp2": "FSDP2", "deepspeed": "DeepSpeed"}
 
 
 class Handle:
@@ -123,6 +120,10 @@ class Handle:
     def __repr__(self) -> str:
         state = "closed" if self._attachment is None else "enabled" if self.enabled else "disabled"
         return f"<Handle: {self.plan.name}, {state}; stats() and explain() show more>"
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """A copied or unpickled model has no offloading: a handle that it holds is None there."""
+        return type(None), ()
 
     def __enter__(self) -> Handle:
         return self
@@ -328,6 +329,10 @@ class offload_saved_tensors(ContextDecorator):
         self._latest: Engine | None = None
         self._kept: dict[Hashable, IdleEngines] = {}  # idle engines of a plan, which lives no longer than this
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the settings: a copied or unpickled context has no engine yet, and is not entered."""
+        return {**self.__dict__, "_entered": defaultdict(list), "_latest": None, "_kept": {}}
+
     def stats(self) -> Stats:
         """Return the figures of the latest pass; the totals may include earlier contexts with the same settings."""
         return Stats() if self._latest is None else self._latest.stats()
@@ -377,12 +382,7 @@ def register_recompute(name: str, rule: Rule) -> None:
     Raises:
         ConfigError: The name is not a string, or the rule is not callable.
     """
-    guide = "docs/guides/custom-operators.md shows a rule"
-    check_value("name", name, str, advice=f"tensor.grad_fn.name() returns it; {guide}")
-    if not name.strip():
-        raise ConfigError("name is empty", expected="a node's name", hint=f"see tensor.grad_fn.name(); {guide}")
-    if not callable(rule):
-        raise ConfigError(f"rule is a {type(rule).__name__}", expected="a function of a NodeView", hint=guide)
+    check_rule(name, rule)
     _custom_rules[name] = rule
     _idle_engines.clear()  # they have the rules of before
 

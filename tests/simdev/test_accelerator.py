@@ -113,6 +113,19 @@ def test_the_overhead_suite_moves_bytes_in_every_pass() -> None:
         assert way.copied_bytes() - before >= overhead.SAVED * x.nbytes - overhead.WINDOW_BYTES > 0
 
 
+def test_a_forward_before_the_model_is_moved_says_nothing_about_its_blocks(caplog: pytest.LogCaptureFixture) -> None:
+    stack = _model(width=64, depth=3).cpu()
+    model, x = torch.nn.Sequential(torch.nn.Linear(64, 64), stack), _batch(width=64, tokens=64).cpu()
+    with ebbtide.enable_activation_offloading(model, policy="offload", min_bytes=0) as handle:
+        before = handle.blocks
+        model(x).sum().backward()
+        assert handle.blocks == before and handle.stats().coverage_percent is None
+        model.to(DEVICE)
+        model(x.to(DEVICE)).sum().backward()
+        assert (handle.stats().coverage_percent or 0) > 50
+    assert not [r for r in caplog.records if "of what autograd saves" in r.getMessage()]
+
+
 @pytest.mark.parametrize("policy", ["offload", "minimal", "auto"])
 def test_a_step_that_is_captured_runs_as_without_ebbtide(policy: str, caplog: pytest.LogCaptureFixture) -> None:
     model, x = _model(width=64, depth=3), _batch(width=64, tokens=64)

@@ -40,6 +40,8 @@ from ebbtide.wrap.foreign_checkpoints import (
 )
 from ebbtide.wrap.forward import (
     GRAPH_CAPTURE,
+    INSIDE,
+    TORCH_EXPORT,
     StandIn,
     called_attribute,
     in_backward,
@@ -302,7 +304,9 @@ class Attachment:
 
     def _compiled_away(self) -> None:
         """Warn that the model, or a module around its blocks, is compiled, so that our hooks do not run."""
-        if self.enabled:
+        if self.enabled and torch.compiler.is_exporting():
+            self._warn_once(INSIDE % TORCH_EXPORT)
+        elif self.enabled:
             self._warn_once(
                 "nothing is offloaded in code that is being compiled: hooks inside it would break its graph; "
                 "compile the blocks instead: `for block in model.layers: block.compile()`"
@@ -317,7 +321,7 @@ class Attachment:
         """Whether a torch transform runs the model, under which autograd refuses hooks or saves no real tensors."""
         transform = running_transform() or (GRAPH_CAPTURE if self.engine.tier.capturing() else None)
         if transform is not None:
-            self._warn_once(f"nothing is offloaded inside {transform}: the model runs there as without ebbtide")
+            self._warn_once(INSIDE % transform)
         return transform is not None
 
     def _graphed(self, module: nn.Module) -> bool:

@@ -5,9 +5,10 @@ Tensors saved inside blocks are counted in the pack hook. Tensors saved outside 
 first forward with gradients: every node reachable from the outputs exposes its saved tensors. No hooks are opened for
 this, because any hook, even the identity, changes autograd's checks and lifetimes. A node's sequence number identifies
 the module that saved a tensor: in this pass, module hooks record the numbers at the start and end of each forward.
-Nodes with lower numbers are those of another model, which computed this one's inputs. Not counted are tensors already
-freed by backward, and nodes of C++ extensions, which expose none. A torch that does not show what nodes saved (before
-2.10) counts nothing: the coverage stays unknown, and no block is chosen by it.
+Nodes with lower numbers are those of another model, which computed this one's inputs. Not counted are tensors that the
+store does not take, inside as outside (those of a model that is still on the CPU), tensors already freed by backward,
+and nodes of C++ extensions, which expose none. A torch that does not show what nodes saved (before 2.10) counts
+nothing: the coverage stays unknown, and no block is chosen by it.
 
 [Note: blocks by what they save]
 If the blocks found by structure hold less than ``LOW_PERCENT`` of the saved bytes, modules outside that save more than
@@ -271,7 +272,7 @@ def _outside_bytes(output: Any, engine: Engine, marks: _Marks) -> Counter[str]:
             names[kind] = [name for name in dir(kind) if name.startswith(_SLOT)]
         for tensor in plain_tensors(t for name in names[kind] for t in _saved(node, name)):
             storage = tensor.untyped_storage() if has_layout(tensor) else None
-            if storage is None or id(storage) in counted or not storage.nbytes():
+            if storage is None or id(storage) in counted or not storage.nbytes() or not engine.tier.owns(tensor):
                 continue
             counted[id(storage)] = storage
             layout = Layout.of(tensor)

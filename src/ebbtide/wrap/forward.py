@@ -64,6 +64,8 @@ from ebbtide.base.errors import ConflictError
 logger = logging.getLogger("ebbtide.wrap")
 
 GRAPH_CAPTURE = "the capture of a device graph"
+TORCH_EXPORT = "tracing (torch.export, make_fx)"
+INSIDE = "nothing is offloaded inside %s: the model runs there as without ebbtide"
 
 Call = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -321,7 +323,7 @@ def running_transform() -> str | None:
     if torch.autograd.forward_ad._current_level >= 0:
         return "forward-mode differentiation"
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:  # pyright: ignore
-        return "tracing (torch.export, make_fx)"
+        return TORCH_EXPORT
     if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
         return "tracing (torch.jit.trace)"
     return None

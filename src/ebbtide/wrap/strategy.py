@@ -19,6 +19,8 @@ from torch import nn
 from ebbtide.base.errors import ConfigError, StrategyError, nearest
 from ebbtide.config import STRATEGIES
 
+STRATEGY_NAMES = {"single": "single-device", "ddp": "DDP", "fsdp": "FSDP", "fsdp2": "FSDP2", "deepspeed": "DeepSpeed"}
+
 _WRAPPERS = {
     "fsdp2": ("torch.distributed.fsdp", "FSDPModule"),
     "fsdp": ("torch.distributed.fsdp", "FullyShardedDataParallel"),

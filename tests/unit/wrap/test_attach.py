@@ -777,6 +777,45 @@ def test_a_pickle_made_under_a_handle_needs_no_ebbtide() -> None:
     assert differences(twin.step(), tiny.step()) == []
 
 
+@pytest.mark.parametrize("copied", [by_deepcopy, by_pickle, by_torch_save])
+def test_a_copy_of_a_model_that_holds_its_handle_has_none(copied: Callable[[nn.Module], Any]) -> None:
+    tiny = build("block")
+    model: Any = tiny.model
+    with enable(model) as handle:
+        model.handle, expected = handle, tiny.step()
+        twin = copied(model)
+        assert twin.handle is None and model.handle is handle and handle.enabled
+        assert copied({"handle": handle}) == {"handle": None}  # type: ignore[arg-type]
+        assert b"ebbtide." not in pickle.dumps(handle)
+        assert differences(Tiny(name="twin", model=twin, inputs=tiny.inputs, blocks=tiny.blocks).step(), expected) == []
+        assert differences(tiny.step(), expected) == []
+
+
+class Around(nn.Module):
+    """Holds its context, which is entered in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.context = nn.Linear(8, 8), ebbtide.offload_saved_tensors(min_bytes=0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.context:
+            return self.fc(x.sin()).exp()
+
+
+@pytest.mark.parametrize("copied", [by_deepcopy, by_pickle, by_torch_save])
+def test_a_copy_of_a_model_that_holds_its_context_has_one_of_its_own(copied: Callable[[nn.Module], Any]) -> None:
+    model, x = Around(), torch.randn(4, 8, requires_grad=True)
+    expected = torch.autograd.grad(model(x).sum(), x)
+    assert model.context.stats().offloaded_bytes > 0
+    with model.context:
+        twin = copied(model)
+    assert twin.context.stats().packs == 0
+    assert torch.equal(torch.autograd.grad(twin(x).sum(), x)[0], expected[0])
+    assert twin.context.stats().offloaded_bytes > 0
+    assert torch.equal(torch.autograd.grad(model(x).sum(), x)[0], expected[0])
+
+
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, by_copy, by_replica, lambda model: pickle.loads(pickle.dumps(model))]
 )

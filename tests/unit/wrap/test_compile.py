@@ -146,6 +146,20 @@ def test_a_model_that_is_compiled_whole_under_a_handle_says_so_at_once(
         assert handle.stats().packs == 0
 
 
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_an_export_says_so_and_hides_no_later_compilation(strict: bool, caplog: pytest.LogCaptureFixture) -> None:
+    tiny = build("mlp")
+    expected = tiny.step()
+    with ebbtide.enable_activation_offloading(tiny.model, policy="offload", min_bytes=0) as handle:
+        torch.export.export(tiny.model, (), tiny.inputs, strict=strict)
+        assert "being compiled" not in caplog.text and "inside tracing (torch.export" in caplog.text
+        assert differences(tiny.step(), expected) == [] and handle.stats().packs > 0
+        tiny.model.compile(backend="aot_eager")
+        assert differences(tiny.step(), expected) == []
+    assert caplog.text.count("nothing is offloaded in code that is being compiled") == 1
+
+
 def test_blocks_that_are_compiled_under_a_handle_say_nothing(caplog: pytest.LogCaptureFixture) -> None:
     tiny = build("mlp")
     with ebbtide.enable_activation_offloading(tiny.model, policy="offload", min_bytes=0) as handle:

@@ -11,6 +11,8 @@ compared with the real tensor, and a site that differs is demoted. Operators tha
 ``tests/unit/engine/test_rules.py``.
 """
 
+from ebbtide.base.checks import check_value
+from ebbtide.base.errors import ConfigError
 from ebbtide.engine.build import Rule
 from ebbtide.engine.rules import elements, layers, shapes
 
@@ -26,3 +28,17 @@ def rule_table() -> dict[str, Rule]:
         **layers.products(),
         **layers.norms(),
     }
+
+
+def check_rule(name: str, rule: object) -> None:
+    """Check a rule of the user's and the name of its node.
+
+    Raises:
+        ConfigError: The name is not a string, or the rule is not callable.
+    """
+    guide = "docs/guides/custom-operators.md shows a rule"
+    check_value("name", name, str, advice=f"tensor.grad_fn.name() returns it; {guide}")
+    if not name.strip():
+        raise ConfigError("name is empty", expected="a node's name", hint=f"see tensor.grad_fn.name(); {guide}")
+    if not callable(rule):
+        raise ConfigError(f"rule is a {type(rule).__name__}", expected="a function of a NodeView", hint=guide)
