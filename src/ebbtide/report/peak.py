@@ -149,18 +149,22 @@ def _accumulates(run: Run, forward: PhaseSpan) -> bool:
 
 
 def _saved(run: Run, forward: PhaseSpan) -> tuple[int | None, float]:
-    """Return the bytes that the engine kept of a forward, and the bytes saved outside of its blocks."""
-    within = [e for e in run.all("pass_end") if forward.begin <= e["t"] <= forward.end + 1e-3]
-    passes = {e.get("engine"): e for e in within}.values()
+    """Return the bytes that the engine kept of a forward, and the bytes saved outside of its blocks.
+
+    Passes of one model before a backward are all alive; the figures of a step are those of the last one with blocks.
+    """
+    passes = [e for e in run.all("pass_end") if forward.begin <= e["t"] <= forward.end + 1e-3]
     if not passes:
         return None, 0.0
+    last = {e.get("engine"): e["unique_bytes"] for e in passes if e.get("unique_bytes")}
+    times = sum(e.get("unique_bytes") or 0 for e in passes) / (sum(last.values()) or 1)
     stats, outside = run.all("stats"), 0.0
     own = [e for e in stats if e.get("step") == forward.step]  # one of each model
     for event in own or [e for e in stats if e.get("step") == stats[-1].get("step")]:
         if share := event.get("coverage_percent"):
             inside = (event.get("unique_bytes") or 0) + (event.get("small_bytes") or 0)
             outside += inside * (100 - share) / share
-    return sum(e.get("kept_bytes") or 0 for e in passes), outside
+    return sum(e.get("kept_bytes") or 0 for e in passes), outside * times
 
 
 def checkpoints_itself(summary: Summary) -> bool:

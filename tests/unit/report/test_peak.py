@@ -143,6 +143,22 @@ def test_models_with_a_forward_each_before_one_backward_are_added_up(tmp_path: P
     assert sum(found.parts.values()) == found.peak.bytes_
 
 
+def test_passes_of_one_model_before_one_backward_are_added_up(tmp_path: Path) -> None:
+    """The last one runs no block: a head that reads what an earlier forward computed."""
+    run = device_run(tmp_path)
+    (second,) = (e for e in run.events if e["event"] == "pass_end" and 20 < e["t"] < 30)
+    first = {**second, "t": 20.5, "unique_bytes": second["unique_bytes"] // 2, "kept_bytes": 6 * MIB}
+    idle = {**second, "t": 20.999, "unique_bytes": 0, "kept_bytes": 0}
+    second["t"], second["kept_bytes"] = 20.7, KEPT - 6 * MIB
+    (stats,) = (e for e in run.events if e["event"] == "stats" and e["step"] == 2)
+    for share in (stats["coverage_percent"], 90.0):
+        stats["coverage_percent"] = share
+        found = split(dataclasses.replace(run, events=sorted([*run.events, first, idle], key=lambda e: e["t"])))
+        assert found is not None and found.parts["kept activations"] == KEPT
+        outside = min(1.5 * second["unique_bytes"] * (100 - share) / share, OUTSIDE + REST)
+        assert found.parts["logits and loss"] == round(outside) + RISE
+
+
 @pytest.mark.parametrize(("recorded", "logits"), [(True, OUTSIDE), (False, 0)])
 def test_the_logits_are_those_of_the_peaks_step_if_it_has_a_record(tmp_path: Path, recorded: bool, logits: int) -> None:
     run = device_run(tmp_path)
