@@ -9,7 +9,7 @@ from statistics import fmean, median
 from ebbtide.base.errors import counted
 from ebbtide.base.runs import KeptBecause
 from ebbtide.report.copies import copies
-from ebbtide.report.peak import NO_CHECKPOINTS, PeakParts, checkpoints_itself
+from ebbtide.report.peak import NO_CHECKPOINTS, PeakParts, checkpoints_itself, less_kept
 from ebbtide.report.run import Run
 from ebbtide.report.table import (
     ABSENT,
@@ -34,6 +34,7 @@ LEAST_TIMED = 3
 
 _KEPT: dict[str | None, str] = {
     KeptBecause.GAINS_NOTHING: "no plan saves memory within max_slowdown",
+    KeptBecause.LONE: "only one block ran",
     KeptBecause.SMALL: "all that blocks save is below min_bytes",
     KeptBecause.UNLIKE: "blocks differ from step to step",
 }
@@ -89,6 +90,8 @@ def verdict(
     if why == KeptBecause.GAINS_NOTHING:
         first = NO_CHECKPOINTS if checkpoints_itself(summary) else "use policy 'minimal'"
         advice = f"{first}, or a larger limit: ebbtide.Auto(max_slowdown=...)"
+    elif why == KeptBecause.LONE:
+        advice = less_kept(summary)
     if advice is not None:
         line += f" → {advice}"
     return line + "."

@@ -214,6 +214,18 @@ def test_the_verdict_says_what_was_saved_at_what_price_and_what_is_left(tmp_path
         and line.count(" → ") == 1
         and "policy 'minimal', or a larger limit: ebbtide.Auto(" in line
     )
+    for lone in (
+        ours,
+        dataclasses.replace(ours, summary={**nothing, "plan": {"name": "auto", "kept_because": "lone"}}),
+    ):
+        found = split(lone)
+        assert found is not None
+        kept = dataclasses.replace(found, parts={"kept activations": found.peak.bytes_})
+        smaller = lone is not ours
+        assert kept.advice is not None and ("smaller blocks" in kept.advice) is smaller
+        assert ("minimal" in kept.advice) is (lone.summary["plan"]["name"] != "minimal" and not smaller)
+        (line,) = verdicts({"ebbtide": lone.summary}, {"ebbtide": split(lone)})
+        assert ("only one block ran; " in line and line.endswith("at once.")) is smaller and "larger limit" not in line
     one = {**ours.summary, "timed_steps": 1}
     assert "step time not judged (1 step timed), " in verdicts({"plain": plain.summary, "ebbtide": one}, {})[0]
     assert ", step +" in verdicts({"plain": plain.summary, "ebbtide": {**one, "rounds": 3}}, {})[0]
