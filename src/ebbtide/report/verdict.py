@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from itertools import pairwise
 from statistics import fmean, median
 
 from ebbtide.base.errors import counted
@@ -158,7 +159,8 @@ def _micro_batches(run: Run) -> int:
 def step_costs(run: Run) -> dict[str, float]:
     """Return the seconds of stalls, recomputing and copies in a counted step: medians over the steps."""
     left_out = {event.get("step") for event in run.warm_up()}
-    steps = [step for step in copies(run)[1:] if step.step not in left_out]
+    pairs = pairwise(copies(run))  # of a long record, some are of many steps
+    steps = [step for last, step in pairs if step.step == last.step + 1 and step.step not in left_out]
     if not steps:
         return {}
     found = {

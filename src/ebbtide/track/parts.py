@@ -9,7 +9,6 @@ import torch
 
 from ebbtide.engine.storages import plain_tensors
 
-
 TRAINED = "trained"
 """Name of the weights that an optimizer trains outside of the known models."""
 
