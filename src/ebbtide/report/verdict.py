@@ -159,8 +159,9 @@ def _micro_batches(run: Run) -> int:
 def step_costs(run: Run) -> dict[str, float]:
     """Return the seconds of stalls, recomputing and copies in a counted step: medians over the steps."""
     left_out = {event.get("step") for event in run.warm_up()}
-    pairs = pairwise(copies(run))  # of a long record, some are of many steps
-    steps = [step for last, step in pairs if step.step == last.step + 1 and step.step not in left_out]
+    pairs = [(last.step, step) for last, step in pairwise(copies(run)) if step.step not in left_out]
+    # Of a long record, some are of many steps.
+    steps = [step for last, step in pairs if not isinstance(last, int) or step.step == last + 1]
     if not steps:
         return {}
     found = {

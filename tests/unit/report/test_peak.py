@@ -307,6 +307,18 @@ def accumulating_run(folder: Path, micro_batches: int) -> Run:
     return load_run(folder)
 
 
+def test_the_costs_of_a_step_leave_out_differences_over_several(tmp_path: Path) -> None:
+    """A long record has totals now and then; steps that a loop does not number have no distance."""
+    run = device_run(tmp_path, steps=5)
+    assert step_costs(run)["stalls"] == 0.5
+    events = [e for e in run.events if e["event"] != "stats" or e["step"] not in (3, 4)]
+    assert "stalls" not in step_costs(dataclasses.replace(run, events=[e for e in events if e.get("step") != 2]))
+    for event_ in events:
+        if event_["event"] == "stats":
+            event_["step"] = None
+    assert step_costs(dataclasses.replace(run, events=events))["stalls"] > 0.5
+
+
 def test_the_prediction_of_a_micro_batch_is_compared_with_one(tmp_path: Path) -> None:
     table = prediction(accumulating_run(tmp_path / "four", 4))
     assert table.columns[2] == "measured, of one of 4 micro-batches"
