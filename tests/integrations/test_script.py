@@ -159,12 +159,15 @@ def test_the_checksum_covers_what_is_around_layers_that_are_called_one_by_one(tm
     runs = [run_switched(LOOP, "method", at, folder=tmp_path / at, mode="plain", steps=2) for at in seeds]
     assert [run.code for run in runs] == [0, 0], runs[0].output
     assert runs[0].losses == runs[1].losses and runs[0].checksum != runs[1].checksum
-    assert runs[0].all("parts")[0]["gradient_bytes"] == runs[1].all("parts")[0]["gradient_bytes"] > 0
+    parts = [run.all("parts")[0] for run in runs]
+    assert parts[0]["gradient_bytes"] == parts[1]["gradient_bytes"] > 0 and parts[0]["weights"]["trained"] > 0
 
 
 def test_two_models_of_a_class_have_a_name_each(tmp_path: Path) -> None:
     run = run_switched(LOOP, "adversaries", folder=tmp_path / "run", mode="plain", steps=2)
-    assert set(run.all("parts")[0]["weights"]) == {"Layers", "Layers 2"}
+    first, second = run.all("parts")
+    assert set(first["weights"]) == {"Layers", "Layers 2"}
+    assert second["optimizer_bytes"] > 2 * first["optimizer_bytes"] > 0, "each has an optimizer of its own"
 
 
 def test_parameters_without_bytes_are_not_compared_and_end_no_run(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
+from torch import nn
 
 import ebbtide
 from ebbtide.base.actions import Action
@@ -97,3 +98,34 @@ def test_small_storages_are_counted_in_one_line() -> None:
             assert stats.unique_bytes == 0 and stats.coverage_percent == 100.0
             line = f"small storages (< 64.0 KiB) that stay: {storages}, {format_size(stats.small_bytes)}"
             assert handle.explain().splitlines().count(line) == 1
+
+
+class Cached(nn.Module):
+    """Runs its head over what it is given, with or without its layers before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(3))
+        self.head = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, *, cached: bool) -> torch.Tensor:
+        for layer in () if cached else self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def test_a_pass_that_runs_no_block_hides_no_figures() -> None:
+    """It comes between another forward and the backward over both."""
+    model = Cached()
+    with ebbtide.enable_activation_offloading(model, policy="minimal", min_bytes=0) as handle:
+        for _ in range(10):
+            hidden = model(torch.randn(2, 8, 16), cached=False)
+            alone, explained = handle.stats(), handle.explain().splitlines()[1:]
+            output = model(hidden, cached=True)
+            both = handle.stats()
+            assert both.packs and (both.packs, both.unique_bytes, both.kept_bytes, both.checkpointed_blocks) == (
+                alone.packs, alone.unique_bytes, alone.kept_bytes, alone.checkpointed_blocks,
+            )  # fmt: skip
+            assert handle.explain().splitlines()[1:] == explained
+            (hidden.sum() + output.sum()).backward()
+        assert getattr(handle.plan, "judged", False), "its steps were not timed"

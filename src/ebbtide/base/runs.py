@@ -53,6 +53,7 @@ class KeptBecause(StrEnum):
     """Why a plan of ``Auto`` keeps everything, in the events ``plan`` and ``verdict``."""
 
     GAINS_NOTHING = "gains_nothing"  # no plan saves memory within max_slowdown
+    LONE = "lone"  # the same, and backward needs all of the one block that ran at once
     SMALL = "small"  # all storages that blocks save are below min_bytes
     FITS = "fits"  # the budget holds everything
     UNLIKE = "unlike"  # steps run other blocks each time, and the time of ordinary training could not be measured

@@ -24,6 +24,9 @@ from ebbtide.track import MemoryReader, Sampler
 SAMPLE_SECONDS = 0.005
 """Time between two samples of a child's memory."""
 
+_PIECE_BYTES = 16 * 2**20
+"""After every so many bytes of samples half as many are written: a report reads the file into memory."""
+
 _POLITE_SECONDS = 20.0
 _TAIL_LINES = 25
 
@@ -73,6 +76,8 @@ class Child:
     def __init__(self, command: Sequence[str], folder: Path, *, environment: Mapping[str, str]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.most_bytes = folder, 0
+        self._samples = self._written_bytes = self._most_written_bytes = 0
+        self._highest: tuple[int, float] = 0, 0.0  # of the samples since the last written one
         self._unwritten: OSError | None = None
         self._began = time.monotonic()
         self._variables = dict(environment)
@@ -146,9 +151,21 @@ class Child:
             raise self._unwritten
 
     def _write(self, rss_bytes: int, _device_bytes: int | None) -> None:
+        now = time.monotonic()
         self.most_bytes = max(self.most_bytes, rss_bytes)
-        line = {"t": time.monotonic(), "event": "memory", "rss_bytes": rss_bytes}
+        self._samples, self._highest = self._samples + 1, max(self._highest, (rss_bytes, now))
+        if self._samples % 2 ** (self._written_bytes // _PIECE_BYTES):
+            return
+        (most_bytes, at), self._highest = self._highest, (0, 0.0)
+        if at < now and most_bytes > self._most_written_bytes:  # no new peak is left out
+            self._write_sample(most_bytes, at)
+        self._write_sample(rss_bytes, now)
+        self._most_written_bytes = max(self._most_written_bytes, most_bytes)
+
+    def _write_sample(self, rss_bytes: int, t: float) -> None:
+        line = {"t": t, "event": "memory", "rss_bytes": rss_bytes}
         rest = memoryview((json.dumps(line) + "\n").encode())
+        self._written_bytes += len(rest)
         try:
             while rest and self._unwritten is None:  # a full disk takes a part of the line first
                 rest = rest[self._outside.write(rest) :]

@@ -170,10 +170,10 @@ class Engine:
             self.end_pass()
 
     def end_pass(self) -> None:
-        """End the forward: count it, and emit its event. One that ``close`` has ended is counted already."""
-        done = self.current_pass
-        if done.latest is not None and done.latest.is_open:
-            done.latest.close()  # an interrupt struck between its beginning and its hooks: nobody else has it
+        """End the forward: count it, if a block ran, and emit its event. ``close`` may have done so already."""
+        done, latest = self.current_pass, self.current_pass.latest
+        if latest is not None and latest.is_open:
+            latest.close()  # an interrupt struck between its beginning and its hooks: nobody else has it
         done.latest = None
         self.weights.end_pass()
         if done.ended:
@@ -182,9 +182,10 @@ class Engine:
         with self.lock:  # another thread may run a backward
             self._copy_out.end_forward(done)
             done.in_flight_bytes = min(self._copy_out.in_flight_bytes, done.tally.offloaded)
-        self.last_tally, self.last_pass = done.tally, done
-        if self.timer is not None:
-            self.timer.pass_ends(done.tally.unique)
+        if latest is not None or done.tally.packs:
+            self.last_tally, self.last_pass = done.tally, done
+            if self.timer is not None:
+                self.timer.pass_ends(done.tally.unique)
         counts = {"packs": done.tally.packs, "checkpointed": done.checkpointed}
         self.bus.emit("pass_end", engine=self.number, **counts, **done.tally.fields())
 

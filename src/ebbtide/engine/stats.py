@@ -195,14 +195,15 @@ class Coverage:
 
 @dataclass(frozen=True, kw_only=True)
 class Stats:
-    """Figures of a handle. Bytes are those of the latest pass that has ended, except the totals.
+    """Figures of a handle. Bytes are those of the latest pass that ran a block and has ended, except the totals.
 
     Attributes:
         packs: Saved tensors, weights left out.
         replayed: Those of them that were recognised from an earlier step and not analysed again. It is 0 with
             ``verify=True``, with a ``keep_filter``, and in steps that ``Auto`` measures.
         saved_bytes: Their bytes, with every alias counted.
-        unique_bytes: Bytes of the distinct storages of at least ``min_bytes``: the bytes of ordinary training.
+        unique_bytes: Bytes of the distinct storages of at least ``min_bytes``: the bytes of ordinary training; but of a
+            storage of which only a part was saved and offloaded, that part.
         kept_bytes: Bytes that stayed on the device, those that were held back for backward among them.
         offloaded_bytes: Bytes moved to the store.
         in_flight_bytes: Those of them whose copies still ran when the forward ended: they stay on the device until

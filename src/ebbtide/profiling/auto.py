@@ -355,9 +355,9 @@ class AutoPlan(Explained):
         for line in self.table.reasons:
             logger.debug("%s", line)
         self._bus.emit("plan", **self._plan_fields(), predicted=asdict(self.table.predicted))
-        if judgement.kept_because is KeptBecause.GAINS_NOTHING and not self._warned:
-            self._warned = True
-            limit, lone = self._policy.max_slowdown, len(solution.profile.blocks) == 1
+        lone = judgement.kept_because is KeptBecause.LONE
+        if (lone or judgement.kept_because is KeptBecause.GAINS_NOTHING) and not self._warned:
+            self._warned, limit = True, self._policy.max_slowdown
             hint = "use policy 'minimal', which has the memory of checkpointing"
             if self._own_checkpoints:
                 hint = "switch the model's own checkpointing off"

@@ -64,6 +64,7 @@ SLOWER = "takes longer than predicted, and no faster plan is known that fits"
 KEEPS = "everything stays, so blocks run without hooks, as in ordinary training: "
 REASONS = {
     KeptBecause.GAINS_NOTHING: "nothing is gained within max_slowdown",
+    KeptBecause.LONE: "nothing is gained: backward needs all of the one block that ran at once",
     KeptBecause.SMALL: "all storages that blocks save are below min_bytes",
     KeptBecause.UNLIKE: "what a plan costs cannot be measured",
     KeptBecause.FITS: "it fits",

@@ -195,7 +195,9 @@ class Judgement:
             return KeptBecause.FITS
         if not self.known:
             return KeptBecause.UNLIKE
-        return KeptBecause.GAINS_NOTHING if self.solution.profile.saved_bytes else KeptBecause.SMALL
+        if not self.solution.profile.saved_bytes:
+            return KeptBecause.SMALL
+        return KeptBecause.LONE if len(self.solution.profile.blocks) == 1 else KeptBecause.GAINS_NOTHING
 
     @property
     def unjudged(self) -> bool:

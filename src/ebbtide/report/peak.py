@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ebbtide.base.runs import PhaseSpan, nearest_sample
+from ebbtide.base.runs import KeptBecause, PhaseSpan, nearest_sample
 from ebbtide.report import style
 from ebbtide.report.run import Peak, Run
 from ebbtide.report.table import Summary, Table, section, size
@@ -37,17 +37,19 @@ LOWERED = {
     WEIGHTS: "weights in bfloat16 or 4 bits, or shards (FSDP)",
     OPTIMIZER: "adapters (LoRA), an 8-bit optimizer, or shards (FSDP)",
     GRADIENTS: "adapters (LoRA), or shards (FSDP)",
-    KEPT: "policy 'minimal' keeps fewer",
     PLAIN: "ebbtide.enable_activation_offloading(model)",
     WORK: "a smaller micro-batch",
     AVERAGE: "a moving average in host memory",
 }
-"""Part → how to lower it."""
+"""Part → how to lower it; kept activations: see ``less_kept``."""
 
 NO_CHECKPOINTS = (
     "switch the model's own checkpointing off (`model.gradient_checkpointing_disable()`, or the trainer's flag)"
 )
 """How to lower kept activations where the model checkpoints its blocks: policies choose nothing inside of these."""
+
+SMALLER_BLOCKS = "smaller blocks (`blocks=[...]`): backward needs all of the one that ran at once"
+"""How to lower kept activations where a step runs one block."""
 
 _SMALL = 0.05
 """Share of the peak below which lowering a part is no advice."""
@@ -60,22 +62,22 @@ class PeakParts:
     Attributes:
         peak: The highest sample of the counted steps.
         parts: Bytes by part; they add up to the peak.
-        own_checkpoints: Whether the model checkpoints its own blocks.
+        less_kept: How to lower kept activations.
     """
 
     peak: Peak
     parts: dict[str, int]
-    own_checkpoints: bool = False
+    less_kept: str = ""
 
     @property
     def advice(self) -> str | None:
         """How to lower the largest part for which that is known; ``None`` if there is none, or it is small."""
-        known = [name for name in self.parts if name in LOWERED]
+        lowered = {**LOWERED, **({KEPT: self.less_kept} if self.less_kept else {})}
+        known = [name for name in self.parts if name in lowered]
         largest = max(known, key=lambda name: self.parts[name], default=None)
         if largest is None or self.parts[largest] < _SMALL * self.peak.bytes_:
             return None
-        lowered = NO_CHECKPOINTS if largest == KEPT and self.own_checkpoints else LOWERED[largest]
-        return f"{largest}: {lowered}"
+        return f"{largest}: {lowered[largest]}"
 
     @property
     def words(self) -> str:
@@ -125,7 +127,7 @@ def split(run: Run) -> PeakParts | None:
         take(LOGITS if before_blocks else WORK, peak.bytes_ - height)
     if left:
         parts[OTHER] = left
-    return PeakParts(peak=peak, parts=parts, own_checkpoints=checkpoints_itself(run.summary))
+    return PeakParts(peak=peak, parts=parts, less_kept=less_kept(run.summary))
 
 
 def _forward_before(run: Run, peak: Peak) -> PhaseSpan | None:
@@ -149,23 +151,37 @@ def _accumulates(run: Run, forward: PhaseSpan) -> bool:
 
 
 def _saved(run: Run, forward: PhaseSpan) -> tuple[int | None, float]:
-    """Return the bytes that the engine kept of a forward, and the bytes saved outside of its blocks."""
-    within = [e for e in run.all("pass_end") if forward.begin <= e["t"] <= forward.end + 1e-3]
-    passes = {e.get("engine"): e for e in within}.values()
+    """Return the bytes that the engine kept of a forward, and the bytes saved outside of its blocks.
+
+    Passes of one model before a backward are all alive; the figures of a step are those of the last one with blocks.
+    """
+    passes = [e for e in run.all("pass_end") if forward.begin <= e["t"] <= forward.end + 1e-3]
     if not passes:
         return None, 0.0
+    last = {e.get("engine"): e["unique_bytes"] for e in passes if e.get("unique_bytes")}
+    times = sum(e.get("unique_bytes") or 0 for e in passes) / (sum(last.values()) or 1)
     stats, outside = run.all("stats"), 0.0
     own = [e for e in stats if e.get("step") == forward.step]  # one of each model
     for event in own or [e for e in stats if e.get("step") == stats[-1].get("step")]:
         if share := event.get("coverage_percent"):
             inside = (event.get("unique_bytes") or 0) + (event.get("small_bytes") or 0)
             outside += inside * (100 - share) / share
-    return sum(e.get("kept_bytes") or 0 for e in passes), outside
+    return sum(e.get("kept_bytes") or 0 for e in passes), outside * times
 
 
 def checkpoints_itself(summary: Summary) -> bool:
     """Whether a run's model is known to checkpoint its own blocks."""
     return bool(section(summary, "plan").get("own_checkpoints"))
+
+
+def less_kept(summary: Summary) -> str:
+    """Return how to lower the kept activations of a run."""
+    plan = section(summary, "plan")
+    if checkpoints_itself(summary):
+        return NO_CHECKPOINTS
+    if plan.get("kept_because") == KeptBecause.LONE:
+        return SMALLER_BLOCKS
+    return "a smaller micro-batch" if plan.get("name") == "minimal" else "policy 'minimal' keeps fewer"
 
 
 def splits_of(runs: Sequence[Run]) -> dict[str, PeakParts]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from itertools import pairwise
 from statistics import fmean, median
 
 from ebbtide.base.errors import counted
 from ebbtide.base.runs import KeptBecause
 from ebbtide.report.copies import copies
-from ebbtide.report.peak import NO_CHECKPOINTS, PeakParts, checkpoints_itself
+from ebbtide.report.peak import NO_CHECKPOINTS, PeakParts, checkpoints_itself, less_kept
 from ebbtide.report.run import Run
 from ebbtide.report.table import (
     ABSENT,
@@ -34,6 +35,7 @@ LEAST_TIMED = 3
 
 _KEPT: dict[str | None, str] = {
     KeptBecause.GAINS_NOTHING: "no plan saves memory within max_slowdown",
+    KeptBecause.LONE: "only one block ran",
     KeptBecause.SMALL: "all that blocks save is below min_bytes",
     KeptBecause.UNLIKE: "blocks differ from step to step",
 }
@@ -89,6 +91,8 @@ def verdict(
     if why == KeptBecause.GAINS_NOTHING:
         first = NO_CHECKPOINTS if checkpoints_itself(summary) else "use policy 'minimal'"
         advice = f"{first}, or a larger limit: ebbtide.Auto(max_slowdown=...)"
+    elif why == KeptBecause.LONE:
+        advice = less_kept(summary)
     if advice is not None:
         line += f" → {advice}"
     return line + "."
@@ -155,7 +159,9 @@ def _micro_batches(run: Run) -> int:
 def step_costs(run: Run) -> dict[str, float]:
     """Return the seconds of stalls, recomputing and copies in a counted step: medians over the steps."""
     left_out = {event.get("step") for event in run.warm_up()}
-    steps = [step for step in copies(run)[1:] if step.step not in left_out]
+    pairs = [(last.step, step) for last, step in pairwise(copies(run)) if step.step not in left_out]
+    # Of a long record, some are of many steps.
+    steps = [step for last, step in pairs if not isinstance(last, int) or step.step == last + 1]
     if not steps:
         return {}
     found = {

@@ -36,7 +36,7 @@ from ebbtide.engine.storages import plain_tensors
 from ebbtide.script.request import Request
 from ebbtide.store.allocator import trim_heap
 from ebbtide.track import RunFile
-from ebbtide.track.parts import model_bytes, optimizer_bytes, tensor_bytes
+from ebbtide.track.parts import TRAINED, model_bytes, optimizer_bytes, tensor_bytes
 from ebbtide.wrap.collectives import is_distributed
 from ebbtide.wrap.forward import StandIn, called_attribute, in_backward
 
@@ -228,6 +228,7 @@ class ScriptSteps:
             self._end_step(optimizer)
 
     def _end_step(self, optimizer: Optimizer) -> None:
+        optimizers = [optimizer, *self._others]
         self._others.clear()
         if self._phase == "optimizer":
             self._end()
@@ -238,8 +239,8 @@ class ScriptSteps:
         for _, handle in self._models:
             if handle is not None:
                 BUS.emit("stats", step=self._step, **handle.stats().as_dict())
-        if self._step == 1 and BUS.active:
-            self._emit_parts(optimizer)
+        if BUS.active and (self._step == 1 or (self._step == 2 and len(optimizers) > 1)):  # the others step later
+            self._emit_parts(optimizers)
         self._losses, self._began = [], time.perf_counter()
         if self._request.steps is not None and self._step >= self._request.steps:
             self.end()
@@ -253,14 +254,15 @@ class ScriptSteps:
         for index in where | {torch.accelerator.current_device_index()}:
             torch.accelerator.synchronize(index)
 
-    def _emit_parts(self, optimizer: Optimizer) -> None:
-        """Report the bytes of the models and their optimizer on this process."""
+    def _emit_parts(self, optimizers: Sequence[Optimizer]) -> None:
+        """Report the bytes of the models and their optimizers on this process."""
+        models = [(type(model).__name__, model.parameters()) for model, _ in self._models]
         BUS.emit(
             "parts",
             step=self._step,
-            weights=model_bytes((type(model).__name__, model.parameters()) for model, _ in self._models),
+            weights=model_bytes([*models, (TRAINED, self.around)]),
             gradient_bytes=tensor_bytes(p.grad for p in self._trained() if p.grad is not None),
-            optimizer_bytes=optimizer_bytes([optimizer]),
+            optimizer_bytes=optimizer_bytes(optimizers),
         )
 
     def _trained(self) -> Iterable[nn.Parameter]:

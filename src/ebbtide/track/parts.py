@@ -9,6 +9,9 @@ import torch
 
 from ebbtide.engine.storages import plain_tensors
 
+TRAINED = "trained"
+"""Name of the weights that an optimizer trains outside of the known models."""
+
 
 def tensor_bytes(tensors: Iterable[torch.Tensor], counted: set[int] | None = None) -> int:
     """Return the device memory of tensors on this process; of sharded tensors, that of its shards.
@@ -52,12 +55,19 @@ def model_bytes(models: Iterable[tuple[str, Iterable[torch.Tensor]]]) -> dict[st
     return sizes
 
 
-def optimizer_parts(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, Any]:
-    """Return the fields of the event ``parts`` from optimizers, before gradients are zeroed."""
+def parts_of(
+    models: Iterable[tuple[str, Iterable[torch.Tensor]]], optimizers: Iterable[torch.optim.Optimizer]
+) -> dict[str, Any]:
+    """Return the fields of the event ``parts``, before gradients are zeroed.
+
+    Args:
+        models: As ``model_bytes`` takes them; what the optimizers train besides is ``TRAINED``.
+        optimizers: Those that have stepped.
+    """
     optimizers = list(optimizers)
     trained = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     return {
-        "weights": {"trained": tensor_bytes(trained)},
+        "weights": model_bytes([*models, (TRAINED, trained)]),
         "gradient_bytes": tensor_bytes(p.grad for p in trained if p.grad is not None),
         "optimizer_bytes": optimizer_bytes(optimizers),
     }

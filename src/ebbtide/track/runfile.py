@@ -52,7 +52,9 @@ _DETAILS = frozenset(("memory", "phase", "pass_begin", "pass_end", "block", "blo
 """Events that are emitted many times per step."""
 _DETAIL_BYTES = 64 * 2**20
 """From this size of the file on, details are left out: a summary reads the file into memory, some 7 times its size. So
-are the totals, some kilobytes in each step of a deep model; the last ones are written at the end."""
+are the totals, some kilobytes in each step of a deep model; the last ones are written at the end, and some before."""
+_TOTALS_SECONDS = 600.0
+"""Time after which totals are written, too, once details are left out: a killed run has no end."""
 _HIGHER = 1.01
 """A sample is a new peak from this multiple of the latest one on."""
 
@@ -93,6 +95,7 @@ class RunFile:
         self._bytes = 0
         self._highest: dict[str, float] = {}
         self._left_out: list[dict[str, Any]] = []  # ``stats`` of the latest step, one of each model
+        self._totals_at = math.inf  # when totals were last written
         self._pid = os.getpid()
         self._lockstep: Lockstep | None = None
         self._removers: list[Callable[[], None]] = []
@@ -296,13 +299,18 @@ class RunFile:
         return bool(above)
 
     def _leave_out(self, totals: Mapping[str, Any]) -> None:
-        """Keep a model's totals until the end of the run, or those of a later step."""
+        """Keep a model's totals until the end of the run, or those of a later step; write some of them."""
         step, others = totals.get("step"), self._left_out
         if others and (step is None or others[0].get("step") != step):
+            if others[-1]["t"] - self._totals_at >= _TOTALS_SECONDS:
+                self._totals_at = others[-1]["t"]
+                for one in others:
+                    self._write("stats", one, always=True)
             others = []
         self._left_out = [*others, {"t": time.monotonic(), **totals}]
 
     def _end_details(self) -> None:
+        self._totals_at = time.monotonic()
         text = (
             f"run.jsonl has {format_size(self._bytes)}: from here on it holds steps, new peaks of memory and, at the "
             "end, the totals, but no other samples, and no phases, blocks or stalls"

@@ -20,6 +20,7 @@ import logging
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from threading import get_ident
@@ -35,7 +36,7 @@ from ebbtide.base.events import BUS
 from ebbtide.base.runs import BOTH_PHASE
 from ebbtide.engine.inputs import node_of
 from ebbtide.engine.untraced import untraced
-from ebbtide.track.parts import model_bytes, optimizer_parts
+from ebbtide.track.parts import parts_of
 
 logger = logging.getLogger("ebbtide.track")
 
@@ -68,7 +69,8 @@ class StepMarker:
         """When the last of them finished."""
         self._stats: list[Mapping[str, Any]] | None = None
         self._parts: dict[str, Any] | None = None
-        self._parts_emitted = False
+        self._counted: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        """Optimizers in the latest event ``parts``."""
 
     def __enter__(self) -> StepMarker:
         before = register_optimizer_step_pre_hook(self._before_optimizer)
@@ -100,7 +102,8 @@ class StepMarker:
     @contextmanager
     def share(self) -> Generator[None, None, None]:
         """Mark for one more record; marks by hand in its loop do not concern the loop around it."""
-        hands, self._parts_emitted = (self._hand_phases, self._hand_steps), False
+        hands = self._hand_phases, self._hand_steps
+        self._counted.clear()
         try:
             yield
         finally:
@@ -270,10 +273,10 @@ class StepMarker:
     def _look(self) -> None:
         """Read the figures of the step now: when it is emitted, handles may be closed and gradients freed."""
         self._stats = BUS.ask("stats")
-        if not self._parts_emitted:
-            weights = model_bytes(named for found in BUS.ask("weights") for named in found.items())
-            parts = optimizer_parts(self._stepped)
-            self._parts = {**parts, "weights": weights or parts["weights"]}
+        if any(optimizer not in self._counted for optimizer in self._stepped):  # of a GAN each steps at another time
+            self._counted.update(self._stepped)
+            models = (named for found in BUS.ask("weights") for named in found.items())
+            self._parts = parts_of(models, self._counted)
 
     # Emitting
 
@@ -294,9 +297,9 @@ class StepMarker:
         self._emit("step", t=end, **fields)
         for one in stats:
             self._emit("stats", t=end, step=step, **one)
-        if not self._parts_emitted and self._parts is not None:
-            self._parts_emitted = True
-            self._emit("parts", t=end, step=step, **self._parts)
+        parts, self._parts = self._parts, None
+        if parts is not None:
+            self._emit("parts", t=end, step=step, **parts)
 
     def _begin_phase(self, name: str, at: float | None = None) -> None:
         self._phase = name

@@ -38,6 +38,8 @@ from ebbtide.track.steady import Steady, steady_steps
 _ACTIVATIONS = ("saved", "unique", "kept", "offloaded", "recomputed")
 _RATES = ("copy_out_bytes_per_second", "copy_in_bytes_per_second")
 _PLAN = ("name", "text", "kept_because", "own_checkpoints")
+_NEAR_SECONDS = 0.02
+"""Time from an edge of a forward within which a sample from outside is taken for that of the edge, if there is one."""
 _GENERATION = "generation"
 """The phase that begins a rollout."""
 
@@ -269,14 +271,19 @@ def _view(
     floors: list[int] = []
     activations: list[int] = []
     trimmed = [span for span in counted if span.step in steady.trimmed]
+    found: list[tuple[float, int, int]] = []
     for span in trimmed or counted:
         # The run's own samples are taken just after each edge. The last one before a forward contains nothing of it.
         low, high = (bisect_left(curve, (t, 0)) for t in (span.begin, span.end))
         if outside and curve:
             low, high = low - 1, nearest_sample(curve, span.end)
         if low >= 0 and high < len(curve):
-            floors.append(curve[low][1])
-            activations.append(curve[high][1] - curve[low][1])
+            away = max(abs(curve[low][0] - span.begin), abs(curve[high][0] - span.end))
+            found.append((away, curve[low][1], curve[high][1]))
+    # Samples from outside become rarer the longer a run is.
+    for _, floor, height in [each for each in found if each[0] <= _NEAR_SECONDS or not outside] or found:
+        floors.append(floor)
+        activations.append(height - floor)
     growth = median(activations) if activations else None
     last = max((e["t"] for e in events if e["event"] in ("phase", "step")), default=0.0)
     first = counted[0].begin if counted else steady.begins if math.isfinite(steady.begins) else math.inf

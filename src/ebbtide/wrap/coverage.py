@@ -95,7 +95,8 @@ class Watch:
             before: Its latest block that ran without gradients, if that was in an autograd function.
         """
         outside, self._outside = self._outside, None
-        tally, last = self._engine.last_tally, self._engine.last_pass
+        last = self._engine.current_pass
+        tally = last.tally
         if tally.packs and self._then is not None:
             then, self._then = self._then, None
             then(self._engine)

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from ebbtide.base.errors import ConfigError, DataError, DiskError
+from ebbtide.base.runs import read_events
 from ebbtide.cli import children
 from ebbtide.cli import run as run_module
 from ebbtide.cli.children import Child
@@ -51,6 +52,24 @@ def test_an_interrupt_while_a_child_starts_ends_it(
         Child(WAITING, tmp_path / "run", environment=os.environ)
     assert len(started) == 1
     assert started[0].returncode not in (None, 0)  # 1: Python itself was interrupted while it started
+
+
+def test_samples_of_a_long_run_become_rarer_and_leave_out_no_new_peak(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(children, "_PIECE_BYTES", 2000)
+    sizes = [100 + number % 7 for number in range(4000)]
+    sizes[1001] = 500  # later than the first samples that are left out
+    child = Child(WAITING, tmp_path / "run", environment=os.environ)
+    try:
+        for size in sizes:
+            child._write(size, None)
+    finally:
+        child.close()
+    samples = read_events(tmp_path / "run" / "outside.jsonl")
+    assert (tmp_path / "run" / "outside.jsonl").stat().st_size < 20_000 and len(samples) > 100
+    assert [event["rss_bytes"] for event in samples[:30]] == sizes[:30]
+    assert max(event["rss_bytes"] for event in samples) == 500 == child.most_bytes
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])

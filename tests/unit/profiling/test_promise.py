@@ -420,6 +420,7 @@ def test_of_a_lone_block_smaller_ones_are_advised(caplog: pytest.LogCaptureFixtu
         plan.saw_step(replace(step(), blocks=step().blocks[:1]))
     (warning,) = (line for line in caplog.messages if "Auto keeps everything" in line)
     assert warning.endswith("name smaller ones: blocks=[...]")
+    assert plan.kept_because == "lone" and "of the one block" in plan.explain()
 
 
 def test_without_memory_for_more_the_plan_stays_and_a_warning_says_so(

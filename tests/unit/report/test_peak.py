@@ -143,6 +143,22 @@ def test_models_with_a_forward_each_before_one_backward_are_added_up(tmp_path: P
     assert sum(found.parts.values()) == found.peak.bytes_
 
 
+def test_passes_of_one_model_before_one_backward_are_added_up(tmp_path: Path) -> None:
+    """The last one runs no block: a head that reads what an earlier forward computed."""
+    run = device_run(tmp_path)
+    (second,) = (e for e in run.events if e["event"] == "pass_end" and 20 < e["t"] < 30)
+    first = {**second, "t": 20.5, "unique_bytes": second["unique_bytes"] // 2, "kept_bytes": 6 * MIB}
+    idle = {**second, "t": 20.999, "unique_bytes": 0, "kept_bytes": 0}
+    second["t"], second["kept_bytes"] = 20.7, KEPT - 6 * MIB
+    (stats,) = (e for e in run.events if e["event"] == "stats" and e["step"] == 2)
+    for share in (stats["coverage_percent"], 90.0):
+        stats["coverage_percent"] = share
+        found = split(dataclasses.replace(run, events=sorted([*run.events, first, idle], key=lambda e: e["t"])))
+        assert found is not None and found.parts["kept activations"] == KEPT
+        outside = min(1.5 * second["unique_bytes"] * (100 - share) / share, OUTSIDE + REST)
+        assert found.parts["logits and loss"] == round(outside) + RISE
+
+
 @pytest.mark.parametrize(("recorded", "logits"), [(True, OUTSIDE), (False, 0)])
 def test_the_logits_are_those_of_the_peaks_step_if_it_has_a_record(tmp_path: Path, recorded: bool, logits: int) -> None:
     run = device_run(tmp_path)
@@ -198,6 +214,18 @@ def test_the_verdict_says_what_was_saved_at_what_price_and_what_is_left(tmp_path
         and line.count(" → ") == 1
         and "policy 'minimal', or a larger limit: ebbtide.Auto(" in line
     )
+    for lone in (
+        ours,
+        dataclasses.replace(ours, summary={**nothing, "plan": {"name": "auto", "kept_because": "lone"}}),
+    ):
+        found = split(lone)
+        assert found is not None
+        kept = dataclasses.replace(found, parts={"kept activations": found.peak.bytes_})
+        smaller = lone is not ours
+        assert kept.advice is not None and ("smaller blocks" in kept.advice) is smaller
+        assert ("minimal" in kept.advice) is (lone.summary["plan"]["name"] != "minimal" and not smaller)
+        (line,) = verdicts({"ebbtide": lone.summary}, {"ebbtide": split(lone)})
+        assert ("only one block ran; " in line and line.endswith("at once.")) is smaller and "larger limit" not in line
     one = {**ours.summary, "timed_steps": 1}
     assert "step time not judged (1 step timed), " in verdicts({"plain": plain.summary, "ebbtide": one}, {})[0]
     assert ", step +" in verdicts({"plain": plain.summary, "ebbtide": {**one, "rounds": 3}}, {})[0]
@@ -277,6 +305,18 @@ def accumulating_run(folder: Path, micro_batches: int) -> Run:
     write_events(folder / "run.jsonl", sorted(events, key=lambda e: e["t"]))
     write_summary(folder)
     return load_run(folder)
+
+
+def test_the_costs_of_a_step_leave_out_differences_over_several(tmp_path: Path) -> None:
+    """A long record has totals now and then; steps that a loop does not number have no distance."""
+    run = device_run(tmp_path, steps=5)
+    assert step_costs(run)["stalls"] == 0.5
+    events = [e for e in run.events if e["event"] != "stats" or e["step"] not in (3, 4)]
+    assert "stalls" not in step_costs(dataclasses.replace(run, events=[e for e in events if e.get("step") != 2]))
+    for event_ in events:
+        if event_["event"] == "stats":
+            event_["step"] = None
+    assert step_costs(dataclasses.replace(run, events=events))["stalls"] > 0.5
 
 
 def test_the_prediction_of_a_micro_batch_is_compared_with_one(tmp_path: Path) -> None:

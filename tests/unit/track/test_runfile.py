@@ -1,4 +1,5 @@
 import errno
+import itertools
 import json
 import mmap
 import os
@@ -303,6 +304,24 @@ def test_a_long_record_leaves_out_details_and_no_step(tmp_path, monkeypatch, cap
     assert totals[:3] == [(1, 1), (1, 2), (2, 2)] and totals[-2:] == [(100, 100), (100, 101)]
     assert (tmp_path / "run.jsonl").stat().st_size < 60_000
     assert last(tmp_path, "message")["text"] in caplog.text and caplog.text.count("but no other samples") == 1
+
+
+def test_a_long_record_has_totals_now_and_then_because_a_killed_run_has_no_end(tmp_path, monkeypatch):
+    monkeypatch.setattr("ebbtide.track.runfile._DETAIL_BYTES", 100)
+    clock = itertools.count(time.monotonic(), 100.0)
+    with RunFile(tmp_path, bus=(bus := Bus()), sample_seconds=1000):
+        monkeypatch.setattr("ebbtide.track.runfile.time.monotonic", lambda: next(clock))
+        for step in range(1, 31):
+            for model in range(2):
+                bus.emit("stats", step=step, total_copy_out_bytes=10 * step + model)
+        events = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+        monkeypatch.undo()
+    totals = [event for event in events if event["event"] == "stats"]
+    both = [(event["step"], event["total_copy_out_bytes"] % 10) for event in totals]
+    assert both == [(step, model) for step in sorted({step for step, _ in both}) for model in range(2)]
+    times = [event["t"] for event in totals[1::2]]
+    assert all(600 <= later - before < 900 for before, later in itertools.pairwise(times)) and len(times) > 5
+    assert both[-1][0] > 25
 
 
 def test_of_two_runs_that_overwrite_at_once_none_raises(tmp_path, monkeypatch):

@@ -363,6 +363,22 @@ def test_two_models_of_a_class_and_a_wrapper_of_one_are_each_counted_once(tmp_pa
     assert list(marks(tmp_path, "parts")[0]["weights"].values()) == [sum(p.nbytes for p in model.parameters())]
 
 
+def test_parts_are_of_all_optimizers_also_of_one_that_steps_later(tmp_path: Path) -> None:
+    """And of weights outside of the model that is followed."""
+    models = model_of(), model_of()
+    optimizers = [adam(model) for model in models]
+    with ebbtide.track_memory(tmp_path, model=models[0]):
+        for step in range(3):
+            for model, optimizer in [*zip(models, optimizers, strict=True)][: 1 + step]:
+                model(torch.ones(2, 16, 32)).sum().backward()
+                optimizer.step()
+    first, second = marks(tmp_path, "parts")
+    size = sum(p.nbytes for p in models[0].parameters())
+    assert (first["weights"], first["gradient_bytes"]) == ({"Sequential": size}, size)
+    assert second["weights"] == {"Sequential": size, "trained": size} and second["gradient_bytes"] == 2 * size
+    assert second["optimizer_bytes"] == 2 * first["optimizer_bytes"] > 0
+
+
 def test_an_optimizer_that_calls_the_model_is_one_step(tmp_path: Path) -> None:
     model = model_of()
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)

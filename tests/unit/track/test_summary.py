@@ -255,6 +255,15 @@ def test_outside_takes_floor_before_and_activations_at_the_forwards_end(tmp_path
     }
 
 
+def test_forwards_with_samples_at_their_edges_go_before_others(tmp_path):
+    """Samples from outside become rarer the longer a run is."""
+    events = [begin(), *(edge for step in range(1, 6) for edge in phases(step, 10.0 * step))]
+    near = [memory(19.99, 100 * MIB), memory(21.01, 400 * MIB)]
+    far = [memory(at + t, 1000 * MIB) for at in (30.0, 40.0, 50.0) for t in (-1.0, 0.5, 3.0)]
+    outside = run(tmp_path, events, [*near, *far])["outside"]
+    assert (outside["floor_bytes"], outside["activation_bytes"]) == (100 * MIB, 300 * MIB)
+
+
 def test_inside_takes_the_samples_just_after_the_edges_of_the_device_if_there_is_one(tmp_path):
     steps = [*phases(1, 10.0), *phases(2, 20.0)]
     samples = [memory(19.99, 1, 1), memory(20.001, 70, 7), memory(20.999, 2, 2), memory(21.001, 100, 10)]
