@@ -303,7 +303,7 @@ def paths_in(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def still_inside(model: nn.Module, known: Mapping[nn.Module, Block], named: set[str]) -> list[tuple[nn.Module, Block]]:
-    """Return the blocks that are parts of the model now, those put back included; warn of those that were replaced.
+    """Return the blocks that are parts of the model now, also those that returned; warn of replaced ones.
 
     Args:
         known: All blocks; some may be out of the model for some steps, as layers that are dropped at random.
