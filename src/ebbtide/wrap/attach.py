@@ -87,6 +87,7 @@ class Attachment:
         self.engine, self.enabled = engine, True
         self.handle: Any = None  # while attached; the hooks hold it, so that a lost handle can be closed
         self._model, self._blocks = model, blocks
+        self._known = weakref.WeakKeyDictionary(blocks)  # in their order, also those that are not inside for a while
         self._tree, self._moves = Tree(model), (0, False)  # version of the tree → whether weights move
         self._agreement = Agreement(model, engine, self._tree)
         self._agreement.reach(blocks)
@@ -162,6 +163,7 @@ class Attachment:
             self.engine.end_pass()
             better = None if self._watch is None else self._watch.pass_ends(self._blocks, self._before)
             if better is not None and self._undo:  # not closed meanwhile
+                self._known = weakref.WeakKeyDictionary(better)
                 self._install(better)
 
     def _own_call(self, scope: Scope, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -179,9 +181,9 @@ class Attachment:
         if version != known:  # FSDP may be applied after the handle
             moves = weights_move(self._model)
             self._moves = version, moves
-            still = still_inside(self._model, self._blocks)
-            if len(still) < len(self._blocks):
-                self._install(still)
+            inside = still_inside(self._model, self._known, self._logged)
+            if inside != self._blocks:
+                self._install(inside)
             for scope in self._scopes:
                 scope.forget_parts()
                 self._checkpointable.compare_parts(scope.block, scope.module)

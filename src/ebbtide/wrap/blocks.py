@@ -27,8 +27,9 @@ import itertools
 import logging
 import re
 import sys
+import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from fnmatch import fnmatchcase
 from functools import partial
 
@@ -118,9 +119,8 @@ def blocks_of(model: nn.Module, found: Found) -> list[tuple[nn.Module, Block]]:
         _refuse_offloaded(name, inner)
         stack = name.rpartition(".")[0]
         own = _own_name(model, name)
-        block = Block(
-            name=own, kind=_kind(inner), index=indices[stack], count=len(names), weights=partial(weights_of, inner)
-        )
+        weights = partial(_weights_behind, weakref.ref(inner))
+        block = Block(name=own, kind=_kind(inner), index=indices[stack], count=len(names), weights=weights)
         indices[stack] += 1
         blocks.append((inner, block))
     return blocks
@@ -302,17 +302,24 @@ def paths_in(model: nn.Module) -> dict[nn.Module, str]:
     return {module: path for path, module in model.named_modules()}
 
 
-def still_inside(model: nn.Module, blocks: list[tuple[nn.Module, Block]]) -> list[tuple[nn.Module, Block]]:
-    """Return the blocks that are parts of the model now; warn of those that were replaced since."""
-    inside = set(map(id, model.modules()))
-    lost = [block.name for module, block in blocks if id(module) not in inside]
-    if lost:
+def still_inside(model: nn.Module, known: Mapping[nn.Module, Block], named: set[str]) -> list[tuple[nn.Module, Block]]:
+    """Return the blocks that are parts of the model now, also those that returned; warn of replaced ones.
+
+    Args:
+        known: All blocks; some may be out of the model for some steps, as layers that are dropped at random.
+        named: Blocks that a warning has named; it names each once.
+    """
+    parts = paths_in(model)
+    lost = {block.name: type(module) for module, block in known.items() if module not in parts}
+    others = any(m not in known and (path in lost or type(m) in lost.values()) for m, path in parts.items())
+    if others and (names := [name for name in lost if name not in named]):
+        named.update(names)
         logger.warning(
-            "%d blocks were removed or replaced after offloading was enabled (%s), and their successors are not "
+            "%d blocks were replaced after offloading was enabled (%s), and their successors are not "
             "offloaded; hint: close the handle and call enable_activation_offloading again",
-            len(lost), ", ".join(lost),
+            len(names), ", ".join(names),
         )  # fmt: skip
-    return [(module, block) for module, block in blocks if id(module) in inside]
+    return [(module, block) for module, block in known.items() if module in parts]
 
 
 def _own_name(model: nn.Module, name: str) -> str:
@@ -364,6 +371,12 @@ def weights_of(module: nn.Module) -> Iterator[torch.Tensor]:
         yield from (p for p in inner.parameters(recurse=False) if not is_partitioned(p))
         yield from inner.buffers(recurse=False)
         yield from (w for w in _flattened(inner) if w.untyped_storage().nbytes())  # else a view of freed memory
+
+
+def _weights_behind(held: weakref.ref[nn.Module]) -> Iterator[torch.Tensor]:
+    """Return the weights of a module that a block's description does not keep alive; it runs, or it has none."""
+    module = held()
+    return iter(()) if module is None else weights_of(module)
 
 
 def parts_of(module: nn.Module) -> Iterator[nn.Module]:

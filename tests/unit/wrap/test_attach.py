@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -288,6 +288,26 @@ def test_replaced_blocks_are_named_and_freed(caplog: pytest.LogCaptureFixture) -
         assert handle._attachment is not None and name not in handle._attachment.block_names
         assert caplog.text.count(f"replaced after offloading was enabled ({name})") == 1
     assert leftovers(tiny.model) == []
+
+
+@pytest.mark.parametrize("policy", ["minimal", "offload"])
+def test_blocks_that_are_out_of_the_model_for_some_steps_are_offloaded_again(
+    policy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Some trainers drop layers, or train with the first ones only, by replacing the list that holds them."""
+    tiny = build("mlp")
+    blocks = tiny.block_list()
+    name = next(n for n, m in tiny.model.named_modules() if m is blocks[0]).rpartition(".")[0]
+    stack = cast("nn.ModuleList", tiny.model.get_submodule(name))
+    with enable(tiny.model, policy=policy) as handle:
+        for kept in (stack, nn.ModuleList(blocks[1:]), stack, nn.ModuleList(blocks[:1]), nn.ModuleList(blocks[::-1])):
+            tiny.model.set_submodule(name, kept)
+            handle.disable()
+            expected = tiny.step()
+            handle.enable()
+            assert differences(tiny.step(), expected) == []
+            assert len(handle.blocks) == len(kept) and handle.stats().memory_saved_bytes > 0
+    assert "replaced" not in caplog.text and leftovers(tiny.model) == []
 
 
 # Copies
