@@ -311,6 +311,7 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
 IN_PLACE: dict[str, Callable[[], nn.Module]] = {
     "saves its result": lambda: nn.LeakyReLU(0.2, inplace=True),
     "saves its input": lambda: nn.SiLU(inplace=True),
+    "draws": lambda: nn.RReLU(inplace=True),
 }
 
 
@@ -335,7 +336,7 @@ def test_what_a_layer_computed_in_place_is_recomputed(norm: str, activation: str
     with ebbtide.enable_activation_offloading(model := make(), policy=REMAKE, min_bytes=0, target="disk") as handle:
         _images(model).backward()
         nodes = {site.node for site, action in handle._engine.last_pass.sites if action is Action.OFFLOAD}
-    assert part or nodes <= {"input", "leaf"}, nodes
+    assert part or activation == "draws" or nodes <= {"input", "leaf"}, nodes
 
 
 @needs_slots
