@@ -1011,7 +1011,7 @@ MUTANTS = (
     Mutant(
         "second forward: noise that was not written when it was saved is compared",
         "ebbtide/wrap/checkpointedcall.py",
-        "    return not name.startswith(_PARTLY_WRITTEN) or dropped.requires_grad\n",
+        "    return not (name.startswith(_PARTLY_WRITTEN) and dtype.is_floating_point) or dropped.requires_grad\n",
         "    return True\n",
         SECOND_FORWARD,
     ),
@@ -1635,8 +1635,29 @@ MUTANTS = (
     Mutant(
         "recipes: what was written twice in place is as its node made it",
         "ebbtide/engine/admit.py",
-        "    if tensor._version != 1:\n",
-        "    if tensor._version < 1:\n",
+        "        if base._version != 1 or node is None:\n",
+        "        if base._version < 1 or node is None:\n",
+        IN_PLACE,
+    ),
+    Mutant(
+        "recipes: a layer in place that wrote a part of a value computed all of it",
+        "ebbtide/engine/build.py",
+        "complete = base is tensor or Layout.of(tensor).covers(base.untyped_storage().nbytes())",
+        "complete = True",
+        IN_PLACE,
+    ),
+    Mutant(
+        "recipes: a layer in place that did nothing computed what it returns",
+        "ebbtide/engine/build.py",
+        "if node is None or node._sequence_nr() < running.since:\n            return\n        complete",
+        "if node is None:\n            return\n        complete",
+        IN_PLACE,
+    ),
+    Mutant(
+        "recipes: random numbers of an activation in place are drawn again",
+        "ebbtide/engine/modules.py",
+        " and kind is not nn.RReLU",
+        "",
         IN_PLACE,
     ),
     Mutant(

@@ -40,17 +40,6 @@ def _caster(dtype: torch.dtype, *, copy: bool = False) -> Callable[[torch.Tensor
     return lambda x: x.to(dtype, copy=copy)
 
 
-def _is_as_made(tensor: torch.Tensor, node: Node | None, *, is_view: bool) -> bool:
-    """Whether nothing has written into a tensor but what made it.
-
-    An operator in place may save its result: its node is then the newest, since an operator that saves a tensor made by
-    another has a newer one, and the version is 1, so the operator's input, which nobody saved, was as it was made, too.
-    """
-    if tensor._version != 1:
-        return tensor._version == 0
-    return not is_view and node is not None and node._sequence_nr() + 1 == operators_begun()
-
-
 class Admission(RunRecord):
     """The part of a block's forward that makes entries and carries out the plan."""
 
@@ -135,8 +124,8 @@ class Admission(RunRecord):
         viewed = tensor._base
         base, base_layout = (tensor, layout) if viewed is None else (viewed, Layout.of(viewed))
         nbytes, node = storage.nbytes(), base.grad_fn
-        as_made = _is_as_made(base, node, is_view=viewed is not None)
-        covered = base_layout.covers(nbytes) and as_made and base.untyped_storage() is storage
+        covered = base_layout.covers(nbytes) and base.untyped_storage() is storage
+        covered = covered and self._is_as_made(tensor, base, node)
         shown = node if node is not None and (viewed is None or shows(tensor, node)) else None
         made_by = name_of(node)
         came_in = id(storage) in self._inputs.storages
@@ -188,6 +177,22 @@ class Admission(RunRecord):
         self.pass_.add_site(site, entry.nbytes, entry.action)
         self.tally.add(entry.action, entry.nbytes, must_keep=not (recipe or without_recipe or is_input))
         return entry
+
+    def _is_as_made(self, tensor: torch.Tensor, base: torch.Tensor, node: Node | None) -> bool:
+        """Whether nothing has written into a tensor but what made it.
+
+        An operator in place may save its result: its node is then the newest, since an operator that saves a tensor
+        made by another has a newer one, and the version is 1, so the operator's input, which nobody saved, was as it
+        was made, too. Of a layer in place it is known that nothing else wrote. See ``Builder.note_in_place``.
+        """
+        if base._version != 1 or node is None:
+            return base._version == 0
+        if base is tensor and node._sequence_nr() + 1 == operators_begun():
+            return True
+        builder = self.builder if self.notes else None
+        if builder is not None and base is not tensor and self.running:  # the layer may run still, and save its result
+            builder.note_in_place(self.running[-1], tensor)
+        return builder is not None and (id(node), base.output_nr) in builder.in_place
 
     def _cast_again(self, weight: torch.Tensor, dtype: torch.dtype) -> Expr:
         """Return the recipe of a weight's copy in another type."""

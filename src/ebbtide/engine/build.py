@@ -21,7 +21,7 @@ from ebbtide.engine.declared import DeclaredRule, input_shape, signed
 from ebbtide.engine.guard import Watched
 from ebbtide.engine.inputs import AccumulateGrad, BlockInputs, node_of
 from ebbtide.engine.layout import Layout
-from ebbtide.engine.modules import Record, Running, record_of
+from ebbtide.engine.modules import InPlace, Record, Running, in_place, record_of
 from ebbtide.engine.recipe import MAX_DEPTH
 from ebbtide.engine.slots import UnreadableSlot, packed_in
 from ebbtide.engine.storages import storage_key
@@ -76,6 +76,11 @@ class NodeView:
     def record(self) -> Record | None:
         """The record of the leaf module that computed this value in this block's forward, if there is one."""
         return self._builder.records.get((id(self.node), self.output_nr))
+
+    @property
+    def in_place(self) -> InPlace | None:
+        """What the layer that computed this value in place computes, if there is one."""
+        return self._builder.in_place.get((id(self.node), self.output_nr))
 
     def slot(self, name: str) -> Operand | None:
         """Return the node's own saved tensor ``name`` as an operand; None if it saved none."""
@@ -156,6 +161,7 @@ class Builder:
         self.tickets: dict[tuple[int, int], Ticket | LightTicket] = {}
         self._of_views: dict[tuple[int, int], tuple[Ticket | KeptTicket, Layout]] = {}
         self.records: dict[tuple[int, int], Record] = {}
+        self.in_place: dict[tuple[int, int], InPlace] = {}  # values of version 1
         self._known: dict[tuple[int, int], Expr | None] = {}
         self._depth = 0  # of rules that run inside one another: a rule may need the recipe of an operand
         self._cut: list[tuple[int, int]] = []  # values without a recipe because that was too deep
@@ -179,6 +185,8 @@ class Builder:
 
     def note_module(self, running: Running, output: torch.Tensor) -> None:
         """Remember which leaf module has just computed a value: only nodes made while it ran are its own."""
+        if output._version == 1:
+            self.note_in_place(running, output)
         node, record = node_of(output), record_of(running)
         number = output.output_nr
         while node is not None and record is not None and node._sequence_nr() >= running.since:
@@ -187,6 +195,17 @@ class Builder:
             if type(node).name(node) not in _PASSED_ON:  # as ``name_of``, without the call
                 break
             node, number = node.next_functions[0]
+
+    def note_in_place(self, running: Running, tensor: torch.Tensor) -> None:
+        """Remember that a layer in place has computed all of a value, of version 1: nothing else has written it."""
+        base = tensor if tensor._base is None else tensor._base
+        node = node_of(base)
+        if node is None or node._sequence_nr() < running.since:
+            return
+        complete = base is tensor or Layout.of(tensor).covers(base.untyped_storage().nbytes())
+        if complete and (computed := in_place(running.module)) is not None:
+            self._alive.append(node)
+            self.in_place[id(node), base.output_nr] = computed
 
     def recipe(self, node: Node, output_nr: int) -> Expr | None:
         """Return the recipe of a value from its node, or None if no rule covers it or an operand is missing."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from types import CodeType
+from collections.abc import Callable
+from types import CodeType, SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -95,3 +96,27 @@ def _class_computes_as_configured(kind: type[nn.Module]) -> bool:
         if not isinstance(code, CodeType) or "super" not in code.co_names or not set(code.co_names) <= _LEADS:
             return False
     return False
+
+
+class InPlace(NamedTuple):
+    """What a layer computed in place.
+
+    Attributes:
+        kind: The layer's class.
+        fn: The same, in another tensor; None: its autograd node has to tell.
+    """
+
+    kind: type[nn.Module]
+    fn: Callable[[torch.Tensor], torch.Tensor] | None
+
+
+def in_place(module: nn.Module) -> InPlace | None:
+    """Return what a layer computes in place; None for any other layer, and for one that may compute something else."""
+    if getattr(module, "inplace", False) is not True or not computes_as_configured(module):
+        return None
+    kind, fn = type(module), None
+    if kind.__module__ == "torch.nn.modules.activation" and kind is not nn.RReLU:  # which draws random numbers
+        settings = SimpleNamespace(**{k: v for k, v in vars(module).items() if not k.startswith("_")})
+        settings.inplace = False
+        fn = functools.partial(kind.forward, settings)  # type: ignore[arg-type]
+    return InPlace(kind, fn)

@@ -11,10 +11,10 @@ and nodes of C++ extensions, which expose none. A torch that does not show what 
 nothing: the coverage stays unknown, and no block is chosen by it.
 
 [Note: blocks by what they save]
-If the blocks found by structure hold less than ``LOW_PERCENT`` of the saved bytes, modules outside that save more than
-``LARGE_SHARE`` of them, or the layers in these, become blocks from the second pass on; if the blocks were not a stack
-and still hold less, the model becomes one block. This is done once, and only in single-process training: ranks must
-have the same blocks, but their batches differ.
+Modules outside of the blocks found by structure that save more than ``LARGE_SHARE`` of the bytes, or the layers in
+these, become blocks from the second pass on: the stem of a convolutional network saves as much as several of its
+blocks. If the blocks were not a stack and still hold less than ``LOW_PERCENT``, the model becomes one block. This is
+done once, and only in single-process training: ranks must have the same blocks, but their batches differ.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Watch:
     def _better(self, blocks: Blocks, coverage: Coverage) -> Blocks | None:
         """Return blocks that hold more of the bytes, in single-process training; else None."""
         alone = not is_distributed() or dist.get_world_size() <= 1
-        if not (self._may_choose and alone and _is_low(coverage)) or coverage.checkpointed:
+        if not (self._may_choose and alone) or coverage.checkpointed:
             return None
         names = [block.name for _, block in blocks]
         if names == [ENTIRE_MODEL]:

@@ -8,8 +8,10 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+import ebbtide
+from ebbtide.base.actions import Action
 from ebbtide.base.errors import ModifiedInPlaceError, RestoreError
 from tests.helpers.engines import (
     POLICIES,
@@ -22,6 +24,8 @@ from tests.helpers.engines import (
     observe,
     open_engine,
 )
+from tests.helpers.torches import needs_slots
+from tests.helpers.twice import Stack, difference, sgd, step_of, train
 
 
 def _untracked(change: Callable[[], object]) -> None:
@@ -283,6 +287,83 @@ def test_a_tensor_that_was_also_written_without_a_trace_is_not_recomputed(saver:
             before = engine.stats().total_recomputes
             assert compare(observe(program, leaves), observe(program, leaves, engine)) == []
             assert (engine.stats().total_recomputes > before) is (leaves is as_made)
+
+
+class Layers(nn.Module):
+    """A block of a norm, an activation in place and a product, each of which saves its input."""
+
+    def __init__(self, norm: nn.Module, activation: nn.Module, *, part: bool = False) -> None:
+        super().__init__()
+        self.first, self.norm, self.activation, self.part = nn.Conv2d(4, 4, 1), norm, activation, part
+        self.last = nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.first(x))
+        self.activation(y[:, :2] if self.part else y)
+        return x + self.last(y)
+
+
+NORMS: dict[str, Callable[[], nn.Module]] = {
+    "batch": lambda: nn.BatchNorm2d(4),
+    "instance": lambda: nn.InstanceNorm2d(4),
+    "affine instance": lambda: nn.InstanceNorm2d(4, affine=True, track_running_stats=True),
+}
+IN_PLACE: dict[str, Callable[[], nn.Module]] = {
+    "saves its result": lambda: nn.LeakyReLU(0.2, inplace=True),
+    "saves its input": lambda: nn.SiLU(inplace=True),
+    "draws": lambda: nn.RReLU(inplace=True),
+}
+
+
+def _images(model: nn.Module) -> Tensor:
+    return model(torch.randn(2, 4, 8, 8, requires_grad=True)).square().mean()
+
+
+@needs_slots
+@pytest.mark.parametrize("part", [False, True], ids=["all", "part"])
+@pytest.mark.parametrize("activation", IN_PLACE)
+@pytest.mark.parametrize("norm", NORMS)
+def test_what_a_layer_computed_in_place_is_recomputed(norm: str, activation: str, part: bool) -> None:
+    """Of an instance norm it writes into a view, and autograd's node does not tell what it computes."""
+
+    def make() -> nn.Module:
+        return sgd(Stack(*[Layers(NORMS[norm](), IN_PLACE[activation](), part=part) for _ in range(2)]))
+
+    plain, _ = train(make, step_of(_images), 3)
+    got, stats = train(make, step_of(_images), 3, policy=REMAKE, verify=True)
+    assert difference(plain, got) == ""
+    assert stats.demoted_sites == ()
+    with ebbtide.enable_activation_offloading(model := make(), policy=REMAKE, min_bytes=0, target="disk") as handle:
+        _images(model).backward()
+        nodes = {site.node for site, action in handle._engine.last_pass.sites if action is Action.OFFLOAD}
+    assert part or activation == "draws" or nodes <= {"input", "leaf"}, nodes
+
+
+@needs_slots
+def test_a_layer_in_place_that_does_nothing_does_not_hide_what_was_written_without_a_trace() -> None:
+    class Written(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Dropout(0.0, inplace=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x.sin()
+            if x[0, 0] > 100:
+                _untracked(lambda: y[-1, -1:].fill_(3))
+            y = self.layer(y)
+            return y * y
+
+    block = nn.ModuleList([Written(), nn.Linear(2, 2)])
+    as_made = torch.randn(64, 256)
+    written = torch.cat([torch.full((1, 256), 200.0), torch.randn(63, 256)])
+    with ebbtide.enable_activation_offloading(block, policy=REMAKE, blocks=["0"], min_bytes=0, target="disk") as handle:
+        for values in (as_made, as_made, written):
+            x, other = values.clone().requires_grad_(), values.clone().requires_grad_()
+            before = handle.stats().total_recomputes
+            block[0](x).sum().backward()
+            assert (handle.stats().total_recomputes > before) is (values is as_made)
+            Written.forward(block[0], other).sum().backward()
+            assert torch.equal(x.grad, other.grad)
 
 
 def test_an_input_that_may_not_be_used_any_more_is_only_an_error_when_it_is_used() -> None:

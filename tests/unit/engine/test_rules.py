@@ -240,7 +240,8 @@ def test_a_view_is_a_step_of_a_recipe(node: str) -> None:
 
 
 def test_every_rule_has_a_case() -> None:
-    assert set(CASES) | set(VIEWS) | ON_DEVICES_ONLY == set(rule_table())
+    in_layers = {"torch::autograd::CopySlices"}  # see test_in_place.py
+    assert set(CASES) | set(VIEWS) | ON_DEVICES_ONLY | in_layers == set(rule_table())
 
 
 # Further shapes of rules that have several.

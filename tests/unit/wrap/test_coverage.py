@@ -51,11 +51,19 @@ class Stem(nn.Module):
         self.stem = nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, WIDTH))
         self.layers = nn.ModuleList([Mlp(WIDTH), Mlp(WIDTH)])
 
+    rows = 20
+
     def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)[::20]
+        x = self.stem(x)[:: self.rows]
         for layer in self.layers:
             x = layer(x)
         return x
+
+
+class Shallow(Stem):
+    """What is saved before the stack is as much as half of a block: the stem of a small convolutional network."""
+
+    rows = 1
 
 
 class Unlike(nn.Module):
@@ -202,8 +210,11 @@ def test_the_coverage_of_a_wrapped_model_is_that_of_the_model(wrapped: str, kind
 
 @needs_slots
 @pytest.mark.parametrize("policy", POLICIES)
-def test_modules_that_save_most_become_blocks(policy: str, caplog: pytest.LogCaptureFixture) -> None:
-    model, x = Stem(), torch.randn(200, WIDTH)
+@pytest.mark.parametrize("kind", [Stem, Shallow])
+def test_modules_that_save_much_become_blocks(
+    policy: str, kind: type[nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    model, x = kind(), torch.randn(200, WIDTH)
     expected = grads(model, x)
     with caplog.at_level(logging.INFO, "ebbtide"), enable(model, policy) as handle:
         for step in range(4):

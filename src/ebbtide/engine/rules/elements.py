@@ -70,6 +70,17 @@ def _make_dropout(p: float, output_nr: int) -> Fn | None:
     return again
 
 
+def _in_place_on_view(n: NodeView) -> Expr | None:
+    """Rule for an activation in place on a view of everything: the node hides its own, and the layer says what it is.
+
+    The view's shape is another than the value's, which does not matter to a function of each number.
+    """
+    computed, operand = n.in_place, n.input(0)
+    if computed is None or computed.fn is None or operand is None:
+        return None
+    return Expr(computed.fn, (operand,), key=(computed.kind, n.dtype), dtype=n.dtype)
+
+
 _cast = DeclaredRule(_make_cast, [From(0)], metadata=["device", "dtype", "shape"], facts=[_input_type])
 _where = DeclaredRule(lambda: torch.where, [From(None, "condition"), From(0), From(1)])
 _masked_fill = DeclaredRule(
@@ -149,6 +160,7 @@ def functions() -> dict[str, Rule]:
         "SoftplusBackward0": operator(F.softplus, beta="beta", threshold="threshold"),
         "SqrtBackward0": operator(torch.sqrt),
         "TanhBackward0": operator(torch.tanh),
+        "torch::autograd::CopySlices": _in_place_on_view,
     }
 
 
