@@ -46,10 +46,9 @@ from ebbtide.store.device import StreamHandle
 from ebbtide.wrap.called import Called, is_refused, unflatten
 from ebbtide.wrap.checkpointable import Unfinished, Varies
 
-_PARTLY_WRITTEN = ("RreluWithNoiseBackward", "CtcLossBackward", "torch::autograd::CopySlices")
-"""How nodes' names begin that have a saved tensor that need not be written when it is saved: of floats, without a
-gradient. A number follows: an operator in place, or with tensors for numbers, has another node. On a view the operator
-in place may be any: ``CopySlices`` hides its node."""
+_PARTLY_WRITTEN = ("RreluWithNoiseBackward", "CtcLossBackward")
+"""How nodes' names begin that have a saved tensor that need not be written when it is saved; it takes no gradient. A
+number follows: an operator in place, or with tensors for numbers, has another node."""
 
 _NO_PARAMETER = torch.Tensor, type(None)
 """Types of what a saved tensor is a view of, if that is certainly no parameter."""
@@ -379,7 +378,7 @@ def _was_written(node: Any, dropped: _Dropped) -> bool:
     name, dtype = "" if node is None else type(node).name(node), dropped.dtype
     if math.prod(dropped.size) <= _SEEDS and not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool):
         return not (node is None or isinstance(node, FunctionCtx) or name.startswith(_ATTENTION))
-    return not (name.startswith(_PARTLY_WRITTEN) and dtype.is_floating_point) or dropped.requires_grad
+    return not name.startswith(_PARTLY_WRITTEN) or dropped.requires_grad
 
 
 def _differs(block: str, how: str, varies: Varies) -> RestoreError:
