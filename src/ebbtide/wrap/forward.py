@@ -109,7 +109,8 @@ class StandIn:
         found = self._find()
         if self._own is None and found is not self._known and _calls(found, self._name):
             return self._first(*args, **kwargs)
-        called = _called_module()
+        caller = sys._getframe(1)
+        called = caller.f_locals.get("self") if caller.f_code in _MODULE_CALLS else None
         if called is not None and called is not self._module and self._copied_to(called):
             own = StandIn.left_out(called.__dict__).get(self._name)
             own = getattr(type(called), self._name).__get__(called) if own is None else own
@@ -233,12 +234,6 @@ def _calls(forward: Any, name: str) -> bool:
 _CALL = nn.Module._call_impl.__code__
 _MODULE_CALLS = {_CALL, *filter(inspect.iscode, _CALL.co_consts), nn.Module._slow_forward.__code__}
 """Code that calls ``self.forward``: in a module's call, in the function there for module hooks, and while tracing."""
-
-
-def _called_module() -> nn.Module | None:
-    """Return the module whose call runs the stand-in that asks; ``None`` if its forward was called by other code."""
-    frame = sys._getframe(2)
-    return frame.f_locals.get("self") if frame.f_code in _MODULE_CALLS else None
 
 
 def _is_stand_in(value: Any) -> bool:
