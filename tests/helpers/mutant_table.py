@@ -1401,6 +1401,20 @@ MUTANTS = (
         CASES,
     ),
     Mutant(
+        "second forward: inputs that change after the first one are not looked at",
+        "ebbtide/wrap/checkpointable.py",
+        "watched.changed:",
+        "False:",
+        CHECKPOINTABLE,
+    ),
+    Mutant(
+        "second forward: inputs of a pass that has ended count as changed",
+        "ebbtide/wrap/unchanged.py",
+        "ended = pass_ is None or pass_.ended",
+        "ended = False",
+        CHECKPOINTABLE,
+    ),
+    Mutant(
         "second forward: it is cut off whatever it leaves changed",
         "ebbtide/wrap/checkpointable.py",
         "            if alone:\n                return True\n",

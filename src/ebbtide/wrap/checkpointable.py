@@ -44,7 +44,7 @@ from ebbtide.wrap.outside import LOOKS, Outside, Snapshot
 from ebbtide.wrap.state import State, States
 from ebbtide.wrap.strategy import is_fsdp1
 from ebbtide.wrap.tree import Modules
-from ebbtide.wrap.unchanged import Unseen, unchanged
+from ebbtide.wrap.unchanged import Inputs, Unseen, unchanged
 
 logger = logging.getLogger("ebbtide.wrap")
 
@@ -98,6 +98,7 @@ class Checkpointable:
         self._states = States()
         self._planned: dict[str, bool] = {}  # path of a block → whether it is to be checkpointed, by what it saved
         self._parts: dict[str, Modules] = {}  # of blocks, by path, when the tree was last walked
+        self._inputs: dict[str, Inputs] = {}  # kind → of its blocks that were watched in the latest pass
         self._looked: set[tuple[str, bool]] = set()  # blocks and modes of which a forward has been watched
         self._looks: Counter[str] = Counter()  # at what is outside of the blocks of a kind
         self._in_doubt: set[str] = set()  # kinds whose latest such forward changed something, see [Note: outside]
@@ -237,6 +238,10 @@ class Checkpointable:
         with self._collectives.look(block, module) if first else nullcontext():
             yield
         self._looked.add(place)
+        if first:
+            if (watched := self._inputs.get(kind)) is None or not watched.of(run.pass_):
+                watched = self._inputs[kind] = Inputs(run.pass_)
+            watched.add(run, called)
         if first and (backends := uncounted()):
             self._refuse(kind, f"may need other ranks: collectives of {'/'.join(backends)} groups are not counted")
         if (first or list(map(_VERSION, own)) != versions) and not unchanged(own, versions, before, run.engine.guard):
@@ -317,6 +322,8 @@ class Checkpointable:
             config = "get_decoder().config" if "EncoderDecoder" in name else "config.get_text_config()"
             hint = f"; hint: model.{config}.use_cache = False (prefix tuning always passes a cache)" if cache else ""
             self._refuse(kind, f"take a {what}, which a second forward would read changed", hint)
+        if (watched := self._inputs.get(kind)) is not None and watched.changed:
+            self._refuse(kind, "have inputs that change after their forward, which a second forward would read changed")
         if parametrize._cache_enabled or any(map(torch.is_inference, called.tensors)):
             return False  # weights that another block computed are no arguments; autograd saves no inference tensors
         return kind not in self._refused
