@@ -1415,6 +1415,13 @@ MUTANTS = (
         CHECKPOINTABLE,
     ),
     Mutant(
+        "second forward: a block that makes its parameters is checkpointed",
+        "ebbtide/wrap/checkpointable.py",
+        "not in self._looked and state.lazy)",
+        "not in self._looked and False)",
+        CHECKPOINTABLE,
+    ),
+    Mutant(
         "second forward: it is cut off whatever it leaves changed",
         "ebbtide/wrap/checkpointable.py",
         "            if alone:\n                return True\n",

@@ -129,7 +129,7 @@ class Checkpointable:
             return False
         planned = _chosen(self._plan_of(block, module), block, seen.input_bytes, seen.must_keep)
         self._planned[block.name] = planned
-        if not known:
+        if not known or (state is not None and (block.name, module.training) not in self._looked and state.lazy):
             return False
         allowed = planned and self._repeatable(block.kind, called) and block.kind not in self._in_doubt
         groups = self._collectives.groups(block, module)

@@ -168,6 +168,11 @@ class State:
         """Return the tensors that have memory now, and a version."""
         return [t for t in self.tensors if (type(t) is nn.Parameter or not is_lazy(t)) and not t.is_inference()]
 
+    @property
+    def lazy(self) -> bool:
+        """Whether the next forward makes parameters, of ``nn.LazyLinear`` and the like: no second one can."""
+        return any(type(t) is not nn.Parameter and is_lazy(t) for t in self.tensors)
+
     def holds(self, containers: Iterable[Any]) -> bool:
         """Whether the modules reach any of these containers."""
         ids = set(map(id, containers))

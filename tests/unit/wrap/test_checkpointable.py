@@ -343,13 +343,37 @@ def test_an_input_that_changes_after_its_backward_ends_no_checkpoint() -> None:
         assert handle.stats().checkpointed_blocks == 3
 
 
-@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.jagged])
+class Lazy(Block):
+    """A block whose first forward makes its parameters, and changes the class of its layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.LazyLinear(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.first(x))
+
+
+@pytest.mark.parametrize("policy", ["minimal", Changes()])
+def test_a_lazy_block_is_checkpointed_once_it_has_its_parameters(policy: Any) -> None:
+    def step(model: Any, number: int) -> Tensor:
+        loss = model(torch.randn(8, 16)).square().mean()
+        loss.backward()
+        return loss
+
+    make = lambda: Stack(nn.Linear(16, 16), Lazy(), Lazy(), Lazy())  # noqa: E731
+    plain, _ = train(make, step, 3)
+    got, stats = train(make, step, 3, policy=policy, blocks=["blocks.1", "blocks.2", "blocks.3"])
+    assert difference(plain, got) == ""
+    assert stats.checkpointed_blocks == 3 or policy == "minimal"
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.jagged])
 def test_a_block_is_called_with_a_tensor_that_has_no_strides(layout: torch.layout) -> None:
     class Given(Stack):
         def forward(self, x: Tensor) -> Tensor:
             one = torch.eye(8)
             other = torch.nested.nested_tensor([one], layout=layout) if layout is torch.jagged else one.to_sparse()
-            other = other if layout is torch.jagged else other.to_sparse(layout=layout)
             for block in self.blocks:
                 x = block(x, other)
             return x
