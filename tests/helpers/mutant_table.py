@@ -1415,6 +1415,13 @@ MUTANTS = (
         CHECKPOINTABLE,
     ),
     Mutant(
+        "second forward: inputs are not looked at when the model's forward ends",
+        "ebbtide/wrap/attach.py",
+        "            self._checkpointable.pass_ends()\n",
+        "",
+        CHECKPOINTABLE,
+    ),
+    Mutant(
         "second forward: a block that makes its parameters is checkpointed",
         "ebbtide/wrap/checkpointable.py",
         "not in self._looked and state.lazy)",

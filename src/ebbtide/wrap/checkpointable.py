@@ -267,6 +267,15 @@ class Checkpointable:
         """Drop the blocks' states, which hold references that lead back to this object."""
         self._states = States()
 
+    def pass_ends(self) -> None:
+        """Refuse kinds whose latest block got what changed after it."""
+        for kind in self._inputs:
+            self._compare_inputs(kind)
+
+    def _compare_inputs(self, kind: str) -> None:
+        if (watched := self._inputs.get(kind)) is not None and watched.changed:
+            self._refuse(kind, "have inputs that change after their forward, which a second forward would read changed")
+
     def compare_parts(self, block: Block, module: nn.Module) -> None:
         """Watch a block as if it were new if one of its modules was replaced, or has another class."""
         parts, known = list(module.modules()), self._parts.get(block.name)
@@ -322,8 +331,7 @@ class Checkpointable:
             config = "get_decoder().config" if "EncoderDecoder" in name else "config.get_text_config()"
             hint = f"; hint: model.{config}.use_cache = False (prefix tuning always passes a cache)" if cache else ""
             self._refuse(kind, f"take a {what}, which a second forward would read changed", hint)
-        if (watched := self._inputs.get(kind)) is not None and watched.changed:
-            self._refuse(kind, "have inputs that change after their forward, which a second forward would read changed")
+        self._compare_inputs(kind)
         if parametrize._cache_enabled or any(map(torch.is_inference, called.tensors)):
             return False  # weights that another block computed are no arguments; autograd saves no inference tensors
         return kind not in self._refused

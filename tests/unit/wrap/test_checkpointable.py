@@ -332,6 +332,11 @@ def test_blocks_whose_inputs_change_later_are_not_checkpointed() -> None:
     check(make, squares, policies=(Changes(),))  # type: ignore[arg-type]
 
 
+def test_the_input_of_a_single_block_changes_later() -> None:
+    """No block of its kind follows in the forward: the end of the forward shows it."""
+    check(lambda: sgd(Adding(Casting()).double()), squares, policies=(Changes(),), blocks=["blocks.0"])  # type: ignore[arg-type]
+
+
 def test_an_input_that_changes_after_its_backward_ends_no_checkpoint() -> None:
     """A batch in a buffer that the next step fills."""
     model, x = Stack(Block(), Block(), Block()), torch.randn(8, 16, requires_grad=True)
