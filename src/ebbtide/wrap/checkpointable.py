@@ -44,7 +44,7 @@ from ebbtide.wrap.outside import LOOKS, Outside, Snapshot
 from ebbtide.wrap.state import State, States
 from ebbtide.wrap.strategy import is_fsdp1
 from ebbtide.wrap.tree import Modules
-from ebbtide.wrap.unchanged import Inputs, Unseen, unchanged
+from ebbtide.wrap.unchanged import Unseen, WatchedInputs, unchanged
 
 logger = logging.getLogger("ebbtide.wrap")
 
@@ -98,7 +98,7 @@ class Checkpointable:
         self._states = States()
         self._planned: dict[str, bool] = {}  # path of a block → whether it is to be checkpointed, by what it saved
         self._parts: dict[str, Modules] = {}  # of blocks, by path, when the tree was last walked
-        self._inputs: dict[str, Inputs] = {}  # kind → of its blocks that were watched in the latest pass
+        self._inputs: dict[str, WatchedInputs] = {}  # kind → of its blocks that were watched in the latest pass
         self._looked: set[tuple[str, bool]] = set()  # blocks and modes of which a forward has been watched
         self._looks: Counter[str] = Counter()  # at what is outside of the blocks of a kind
         self._in_doubt: set[str] = set()  # kinds whose latest such forward changed something, see [Note: outside]
@@ -240,7 +240,7 @@ class Checkpointable:
         self._looked.add(place)
         if first:
             if (watched := self._inputs.get(kind)) is None or not watched.of(run.pass_):
-                watched = self._inputs[kind] = Inputs(run.pass_)
+                watched = self._inputs[kind] = WatchedInputs(run.pass_)
             watched.add(run, called)
         if first and (backends := uncounted()):
             self._refuse(kind, f"may need other ranks: collectives of {'/'.join(backends)} groups are not counted")

@@ -68,7 +68,7 @@ class Unseen:
         return None
 
 
-class Inputs:
+class WatchedInputs:
     """The tensors that the first forwards of a kind of block were called with, in one pass.
 
     Not every operator saves its inputs: a cast, a sum and dropout do not. So a model may change what a block got in
