@@ -1415,6 +1415,27 @@ MUTANTS = (
         CASES,
     ),
     Mutant(
+        "second forward: inputs that change after the first one are not looked at",
+        "ebbtide/wrap/checkpointable.py",
+        "watched.changed:",
+        "False:",
+        CHECKPOINTABLE,
+    ),
+    Mutant(
+        "second forward: inputs of a pass that has ended count as changed",
+        "ebbtide/wrap/unchanged.py",
+        "ended = pass_ is None or pass_.ended",
+        "ended = False",
+        CHECKPOINTABLE,
+    ),
+    Mutant(
+        "second forward: inputs are not looked at when the model's forward ends",
+        "ebbtide/wrap/attach.py",
+        "            self._checkpointable.pass_ends()\n",
+        "",
+        CHECKPOINTABLE,
+    ),
+    Mutant(
         "second forward: it is cut off whatever it leaves changed",
         "ebbtide/wrap/checkpointable.py",
         "            if alone:\n                return True\n",

@@ -160,6 +160,7 @@ class Attachment:
             raise
         finally:
             self._depth -= 1
+            self._checkpointable.pass_ends()
             self.engine.end_pass()
             better = None if self._watch is None else self._watch.pass_ends(self._blocks, self._before)
             if better is not None and self._undo:  # not closed meanwhile

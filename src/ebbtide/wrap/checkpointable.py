@@ -45,7 +45,7 @@ from ebbtide.wrap.outside import LOOKS, Outside, Snapshot
 from ebbtide.wrap.state import State, States
 from ebbtide.wrap.strategy import is_fsdp1
 from ebbtide.wrap.tree import Modules
-from ebbtide.wrap.unchanged import Unseen, unchanged
+from ebbtide.wrap.unchanged import Unseen, WatchedInputs, unchanged
 
 logger = logging.getLogger("ebbtide.wrap")
 
@@ -103,6 +103,7 @@ class Checkpointable:
         self._planned: dict[str, bool] = {}  # path of a block → whether it is to be checkpointed, by what it saved
         self._parts: dict[str, Modules] = {}  # of blocks, by path, when the tree was last walked
         self._modes: dict[str, bytes] = {}  # path of a block → which of its modules were in training
+        self._inputs: dict[str, WatchedInputs] = {}  # kind → of its blocks that were watched in the latest pass
         self._looked: set[_Place] = set()  # of which a forward has been watched
         self._looks: Counter[str] = Counter()  # at what is outside of the blocks of a kind
         self._in_doubt: set[str] = set()  # kinds whose latest such forward changed something, see [Note: outside]
@@ -251,6 +252,10 @@ class Checkpointable:
         with self._collectives.look(block, module) if first else nullcontext():
             yield
         self._looked.add(place)
+        if first:
+            if (watched := self._inputs.get(kind)) is None or not watched.of(run.pass_):
+                watched = self._inputs[kind] = WatchedInputs(run.pass_)
+            watched.add(run, called)
         if first and (backends := uncounted()):
             self._refuse(kind, f"may need other ranks: collectives of {'/'.join(backends)} groups are not counted")
         if (first or list(map(_VERSION, own)) != versions) and not unchanged(own, versions, before, run.engine.guard):
@@ -275,6 +280,15 @@ class Checkpointable:
     def forget(self) -> None:
         """Drop the blocks' states, which hold references that lead back to this object."""
         self._states = States()
+
+    def pass_ends(self) -> None:
+        """Refuse kinds whose latest block got what changed after it."""
+        for kind in self._inputs:
+            self._compare_inputs(kind)
+
+    def _compare_inputs(self, kind: str) -> None:
+        if (watched := self._inputs.get(kind)) is not None and watched.changed:
+            self._refuse(kind, "have inputs that change after their forward, which a second forward would read changed")
 
     def compare_parts(self, block: Block, module: nn.Module) -> None:
         """Watch a block as if it were new if one of its modules was replaced, or has another class."""
@@ -336,6 +350,7 @@ class Checkpointable:
             config = "get_decoder().config" if "EncoderDecoder" in name else "config.get_text_config()"
             hint = f"; hint: model.{config}.use_cache = False (prefix tuning always passes a cache)" if cache else ""
             self._refuse(kind, f"take a {what}, which a second forward would read changed", hint)
+        self._compare_inputs(kind)
         if parametrize._cache_enabled or any(map(torch.is_inference, called.tensors)):
             return False  # weights that another block computed are no arguments; autograd saves no inference tensors
         if foreign_modes():

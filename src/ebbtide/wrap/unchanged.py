@@ -1,4 +1,4 @@
-"""What a forward changes in the tensors that a block can reach, and in its arguments.
+"""What a forward changes in the tensors that a block can reach, and in its arguments; what changes these after it.
 
 [Note: renewed parameters] A parameter may get a new version without a change: PEFT computes with experts' parameters
 plus adapters (``target_parameters``) by a parametrization that each forward registers and removes again, and torch does
@@ -11,6 +11,7 @@ of zeros).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,10 @@ from torch import nn
 
 from ebbtide.engine.fingerprint import Compared
 from ebbtide.engine.guard import Watched, WeightGuard
-from ebbtide.wrap.called import Called
+from ebbtide.engine.passes import Pass
+from ebbtide.engine.run import BlockRun
+from ebbtide.engine.tickets import version_probe
+from ebbtide.wrap.called import Called, is_refused
 from ebbtide.wrap.outside import Snapshot
 
 
@@ -62,6 +66,39 @@ class Unseen:
         if not all(watched.same for _, _, watched in self._arguments):
             return "change their inputs, which a second forward would change again"
         return None
+
+
+class WatchedInputs:
+    """The tensors that the first forwards of a kind of block were called with, in one pass.
+
+    Not every operator saves its inputs: a cast, a sum and dropout do not. So a model may change what a block got in
+    place (``x += block(x)``): ordinary backward never reads it, but a second forward does.
+
+    Args:
+        pass_: Once it has ended, a change may come after its backward, and is nothing to a second forward.
+    """
+
+    def __init__(self, pass_: Pass) -> None:
+        self._pass = weakref.ref(pass_)
+        self._probes: list[tuple[torch.Tensor, int]] = []
+
+    def of(self, pass_: Pass) -> bool:
+        """Whether these are of a pass."""
+        return self._pass() is pass_
+
+    def add(self, run: BlockRun, called: Called) -> None:
+        """Add those of a call; their memory is not held."""
+        for x in called.tensors:
+            plain = type(x) is torch.Tensor and x.layout is torch.strided and not (x.is_nested or x.is_inference())
+            if plain and not is_refused(x):
+                self._probes.append((version_probe(x, run.engine.empty(x)), x._version))
+
+    @property
+    def changed(self) -> bool:
+        """Whether one was changed in place after its block's forward."""
+        pass_ = self._pass()
+        ended = pass_ is None or pass_.ended
+        return not ended and any(probe._version != version for probe, version in self._probes)
 
 
 def _left_on(weights: Sequence[torch.Tensor]) -> list[Any]:

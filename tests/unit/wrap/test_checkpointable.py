@@ -344,3 +344,60 @@ class Counts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.calls.add_(1)
         return x.sin()
+
+
+class Casting(Block):
+    """A block of which no operator saves the input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.double()).float()
+
+
+class Adding(Stack):
+    """A model that changes the input of each block in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.sin()
+        for block in self.blocks:
+            x += block(x)
+        return x
+
+
+def test_blocks_whose_inputs_change_later_are_not_checkpointed() -> None:
+    """Ordinary backward does not read these inputs; a second forward would."""
+    make = lambda: sgd(Adding(Casting(), Casting(), Casting()).double())  # noqa: E731
+    check(make, squares, policies=("minimal", "auto", "offload"))
+    check(make, squares, policies=(Changes(),))  # type: ignore[arg-type]
+
+
+def test_the_input_of_a_single_block_changes_later() -> None:
+    """No block of its kind follows in the forward: the end of the forward shows it."""
+    check(lambda: sgd(Adding(Casting()).double()), squares, policies=(Changes(),), blocks=["blocks.0"])  # type: ignore[arg-type]
+
+
+def test_an_input_that_changes_after_its_backward_ends_no_checkpoint() -> None:
+    """A batch in a buffer that the next step fills."""
+    model, x = Stack(Block(), Block(), Block()), torch.randn(8, 16, requires_grad=True)
+    with ebbtide.enable_activation_offloading(model, policy=Changes(), min_bytes=0) as handle:
+        for _ in range(3):
+            model(x).square().mean().backward()
+            with torch.no_grad():
+                x.mul_(0.5)
+        assert handle.stats().checkpointed_blocks == 3
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.jagged])
+def test_a_block_is_called_with_a_tensor_that_has_no_strides(layout: torch.layout) -> None:
+    class Given(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            one = torch.eye(8)
+            other = torch.nested.nested_tensor([one], layout=layout) if layout is torch.jagged else one.to_sparse()
+            for block in self.blocks:
+                x = block(x, other)
+            return x
+
+    class Takes(Block):
+        def forward(self, x: Tensor, other: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x if other.is_nested else other @ x)
+
+    check(lambda: sgd(Given(Takes(), Takes(), Takes())), squares, policies=(Changes(),))  # type: ignore[arg-type]
