@@ -93,11 +93,9 @@ class Attachment:
         self._agreement.reach(blocks)
         self._undo: list[Callable[[], object]] = []
         self.calls = SerialCalls(model)
-        self._watch = watch
-        self._depth = 0
+        self._watch, self._depth, self._room_checked = watch, 0, False
         self._ran: set[str] = set()
         self._before: Block | None = None  # the latest one without gradients in this pass, if in a checkpoint
-        self._room_checked = False
         self._logged: set[str] = set()  # already logged reasons for offloading nothing
         self._checkpointable = Checkpointable(engine.plan, Votes(self._agreement.voting))
         self._plain = PlainBlocks(engine)
@@ -182,8 +180,7 @@ class Attachment:
         if version != known:  # FSDP may be applied after the handle
             moves = weights_move(self._model)
             self._moves = version, moves
-            inside = still_inside(self._model, self._known, self._logged)
-            if inside != self._blocks:
+            if (inside := still_inside(self._model, self._known, self._logged)) != self._blocks:
                 self._install(inside)
             for scope in self._scopes:
                 scope.forget_parts()

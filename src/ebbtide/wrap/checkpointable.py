@@ -65,11 +65,8 @@ _Place = tuple[str, bytes]
 """The path of a block, and which of its modules are in training."""
 
 _ADVANCES = "have a generator, an iterator or a file of their own, which a second forward would advance again"
-
 _CHANGE_OWN = "change their own tensors in place, which a second forward would change again"
-
 _NORMS = "; hint: BatchNorm counts each batch; recipes and offloading save the memory; GroupNorm can be checkpointed"
-
 _TOO_MUCH = "can reach more containers, elements or bytes of writeable arrays than are restored for a second forward"
 
 _INPUT_BYTES = tuple(2**power for power in (0, 10, 20, 30, 40))
@@ -102,8 +99,8 @@ class Checkpointable:
         self._states = States()
         self._planned: dict[str, bool] = {}  # path of a block → whether it is to be checkpointed, by what it saved
         self._parts: dict[str, Modules] = {}  # of blocks, by path, when the tree was last walked
-        self._modes: dict[str, bytes] = {}  # path of a block → which of its modules were in training
-        self._inputs: dict[str, WatchedInputs] = {}  # kind → of its blocks that were watched in the latest pass
+        self._modes: dict[str, bytes] = {}  # path of a block → which of its modules were in training, in its forward
+        self._inputs = WatchedInputs()
         self._looked: set[_Place] = set()  # of which a forward has been watched
         self._looks: Counter[str] = Counter()  # at what is outside of the blocks of a kind
         self._in_doubt: set[str] = set()  # kinds whose latest such forward changed something, see [Note: outside]
@@ -158,18 +155,14 @@ class Checkpointable:
 
     def _stop(self, kind: str, module: nn.Module, groups: Sequence[Ranks]) -> None:
         """Notify the ranks that decided to checkpoint a kind that this one cannot, and why."""
-        self._votes.stop(
-            kind,
-            module,
-            groups,
-            self._refused.get(kind, "got inference tensors or cached weights, or ran in a dispatch mode"),
-        )
+        unnamed = "got inference tensors or cached weights, or ran in a dispatch mode"
+        self._votes.stop(kind, module, groups, self._refused.get(kind, unnamed))
 
     def able(self, block: Block, module: nn.Module, called: Called) -> bool:
         """Whether this process alone may checkpoint a block: it was watched, and no other rank is needed."""
-        watched = self._place(block, module) in self._looked and block.name != ENTIRE_MODEL
-        allowed = watched and self._alone(block, module) and self._repeatable(block.kind, called)
-        return allowed and block.kind not in self._in_doubt
+        watched = (block.name, self._modes[block.name]) in self._looked and block.name != ENTIRE_MODEL
+        undoubted = watched and block.kind not in self._in_doubt and self._alone(block, module)
+        return undoubted and self._repeatable(block.kind, called)
 
     def varies(self, block: Block, module: nn.Module) -> Varies:
         """Return what is called when a second forward differs: in the backward, the modules may be in another mode."""
@@ -181,7 +174,7 @@ class Checkpointable:
         It is called at the last saved tensor, with False, and returns whether the forward must run to its end; and
         after the forward, with True. None: this block was found to leave nothing changed.
         """
-        kind, place = block.kind, self._place(block, module)
+        kind, place = block.kind, (block.name, self._modes[block.name])
         if place in self._ended:
             return None
         outside = Outside(module, () if state is None else state.large_arrays)
@@ -211,11 +204,12 @@ class Checkpointable:
 
         Refuses a kind that can reach a generator: also if this very forward would have been checkpointed.
         """
-        place = self._place(block, module)
-        if self._modes.get(block.name) != place[1]:  # switches of its modules tell which blocks are like it
-            self._modes[block.name] = place[1]
+        parts = self._parts.get(block.name)
+        modes = bytes(map(_TRAINING, module.modules() if parts is None else parts.alive()))
+        if self._modes.get(block.name) != modes:  # these tell which blocks are like it
+            self._modes[block.name] = modes
             self._collectives.forget(block)
-        looked = place in self._looked
+        looked = (block.name, modes) in self._looked
         if not self._possible(block, module) or (looked and block.kind in self._refused):
             self._states.last.pop(module, None)  # the plan may have changed
             return None
@@ -240,7 +234,7 @@ class Checkpointable:
             yield
             return
         block, kind = run.block, run.block.kind
-        place = self._place(block, module)
+        place = block.name, self._modes[block.name]
         first = place not in self._looked
         own = state.versioned()
         versions = list(map(_VERSION, own))
@@ -253,9 +247,7 @@ class Checkpointable:
             yield
         self._looked.add(place)
         if first:
-            if (watched := self._inputs.get(kind)) is None or not watched.of(run.pass_):
-                watched = self._inputs[kind] = WatchedInputs(run.pass_)
-            watched.add(run, called)
+            self._inputs.add(run, called)
         if first and (backends := uncounted()):
             self._refuse(kind, f"may need other ranks: collectives of {'/'.join(backends)} groups are not counted")
         if (first or list(map(_VERSION, own)) != versions) and not unchanged(own, versions, before, run.engine.guard):
@@ -282,12 +274,12 @@ class Checkpointable:
         self._states = States()
 
     def pass_ends(self) -> None:
-        """Refuse kinds whose latest block got what changed after it."""
-        for kind in self._inputs:
-            self._compare_inputs(kind)
+        """Refuse kinds whose blocks got what changed after their forward."""
+        self._compare_inputs()
+        self._inputs.kinds.clear()
 
-    def _compare_inputs(self, kind: str) -> None:
-        if (watched := self._inputs.get(kind)) is not None and watched.changed:
+    def _compare_inputs(self) -> None:
+        for kind in self._inputs.changed():
             self._refuse(kind, "have inputs that change after their forward, which a second forward would read changed")
 
     def compare_parts(self, block: Block, module: nn.Module) -> None:
@@ -298,11 +290,6 @@ class Checkpointable:
             for places in (self._looked, self._ended):
                 places -= {place for place in places if place[0] == block.name}
             self._collectives.forget(block)
-
-    def _place(self, block: Block, module: nn.Module) -> _Place:
-        """Return a block and the modes of its modules: a batch norm may be frozen in a block that is in training."""
-        parts = self._parts.get(block.name)
-        return block.name, bytes(map(_TRAINING, module.modules() if parts is None else parts.alive()))
 
     def _inspect(self, kind: str, module: nn.Module) -> None:
         """Refuse a kind by what its functions and modules are."""
@@ -350,7 +337,8 @@ class Checkpointable:
             config = "get_decoder().config" if "EncoderDecoder" in name else "config.get_text_config()"
             hint = f"; hint: model.{config}.use_cache = False (prefix tuning always passes a cache)" if cache else ""
             self._refuse(kind, f"take a {what}, which a second forward would read changed", hint)
-        self._compare_inputs(kind)
+        if self._inputs.kinds:
+            self._compare_inputs()
         if parametrize._cache_enabled or any(map(torch.is_inference, called.tensors)):
             return False  # weights that another block computed are no arguments; autograd saves no inference tensors
         if foreign_modes():
@@ -362,13 +350,9 @@ class Checkpointable:
             self._refused[kind] = why
             self._in_doubt.discard(kind)
             self.forget()  # a block of the kind that never runs again, too, would hold what its state refers to
-            logger.log(
-                logging.WARNING if self._names is None else logging.DEBUG,
-                "%s blocks are not checkpointed: they %s; each of their tensors is planned separately%s",
-                kind,
-                why,
-                hint,
-            )
+            level = logging.WARNING if self._names is None else logging.DEBUG
+            text = "%s blocks are not checkpointed: they %s; each of their tensors is planned separately%s"
+            logger.log(level, text, kind, why, hint)
 
 
 def _chosen(plan: Plan, block: Block, input_bytes: int, must_keep_bytes: int) -> bool:

@@ -89,7 +89,7 @@ class SerialCalls:
 
 
 def _versions_of(model: nn.Module) -> list[int]:
-    trained = [p for p in model.parameters() if p.requires_grad and not p.is_inference() and not is_lazy(p)]
+    trained = [p for p in model.parameters() if p.requires_grad and not is_lazy(p) and not p.is_inference()]
     return [weight._version for weight in trained]
 
 

@@ -69,36 +69,34 @@ class Unseen:
 
 
 class WatchedInputs:
-    """The tensors that the first forwards of a kind of block were called with, in one pass.
+    """The tensors that the first forwards of blocks were called with, by kind, in the latest pass of each.
 
     Not every operator saves its inputs: a cast, a sum and dropout do not. So a model may change what a block got in
-    place (``x += block(x)``): ordinary backward never reads it, but a second forward does.
-
-    Args:
-        pass_: Once it has ended, a change may come after its backward, and is nothing to a second forward.
+    place (``x += block(x)``): ordinary backward never reads it, but a second forward does. Once the pass has ended, a
+    change may come after its backward, and is nothing to a second forward.
     """
 
-    def __init__(self, pass_: Pass) -> None:
-        self._pass = weakref.ref(pass_)
-        self._probes: list[tuple[torch.Tensor, int]] = []
-
-    def of(self, pass_: Pass) -> bool:
-        """Whether these are of a pass."""
-        return self._pass() is pass_
+    def __init__(self) -> None:
+        self.kinds: dict[str, tuple[weakref.ref[Pass], list[tuple[torch.Tensor, int]]]] = {}
 
     def add(self, run: BlockRun, called: Called) -> None:
         """Add those of a call; their memory is not held."""
+        known = self.kinds.get(run.block.kind)
+        if known is None or known[0]() is not run.pass_:
+            known = self.kinds[run.block.kind] = weakref.ref(run.pass_), []
         for x in called.tensors:
             plain = type(x) is torch.Tensor and x.layout is torch.strided and not (x.is_nested or x.is_inference())
             if plain and not is_refused(x):
-                self._probes.append((version_probe(x, run.engine.empty(x)), x._version))
+                known[1].append((version_probe(x, run.engine.empty(x)), x._version))
 
-    @property
-    def changed(self) -> bool:
-        """Whether one was changed in place after its block's forward."""
-        pass_ = self._pass()
-        ended = pass_ is None or pass_.ended
-        return not ended and any(probe._version != version for probe, version in self._probes)
+    def changed(self) -> list[str]:
+        """Return the kinds of which one was changed in place after its block's forward."""
+        of_live_passes = [
+            (kind, probes)
+            for kind, (reference, probes) in self.kinds.items()
+            if (pass_ := reference()) is not None and not pass_.ended
+        ]
+        return [kind for kind, probes in of_live_passes if any(probe._version != at for probe, at in probes)]
 
 
 def _left_on(weights: Sequence[torch.Tensor]) -> list[Any]:
