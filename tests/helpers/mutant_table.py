@@ -1417,15 +1417,15 @@ MUTANTS = (
     Mutant(
         "second forward: inputs that change after the first one are not looked at",
         "ebbtide/wrap/checkpointable.py",
-        "watched.changed:",
-        "False:",
+        "        for kind in self._inputs.changed():\n",
+        "        for kind in ():\n",
         CHECKPOINTABLE,
     ),
     Mutant(
         "second forward: inputs of a pass that has ended count as changed",
         "ebbtide/wrap/unchanged.py",
-        "ended = pass_ is None or pass_.ended",
-        "ended = False",
+        "is not None and not pass_.ended",
+        "is not None",
         CHECKPOINTABLE,
     ),
     Mutant(

@@ -182,7 +182,7 @@ class Engine:
         with self.lock:  # another thread may run a backward
             self._copy_out.end_forward(done)
             done.in_flight_bytes = min(self._copy_out.in_flight_bytes, done.tally.offloaded)
-        if latest is not None or done.tally.packs:
+        if latest is not None or done.called or done.tally.packs:
             self.last_tally, self.last_pass = done.tally, done
             if self.timer is not None:
                 self.timer.pass_ends(done.tally.unique)

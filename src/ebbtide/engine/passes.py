@@ -45,6 +45,7 @@ class Pass:
 
     def __init__(self) -> None:
         self.latest: RunRecord | None = None
+        self.called = False  # a block was, offloaded or not
         self.ended = False  # and counted
         self.tally = Tally()
         self.checkpointed = 0

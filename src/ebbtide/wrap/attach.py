@@ -202,6 +202,7 @@ class Attachment:
             if self._depth and self.enabled and not in_backward():
                 self._leave_to_reentrant(scope, Called(forward, args, kwargs).tensors)
             return forward(*args, **kwargs)
+        self.engine.current_pass.called = True
         if not self.enabled or scope.open or in_backward() or self._transformed() or self._graphed(scope.module):
             return forward(*args, **kwargs)
         block, pack = scope.block, innermost_hooks()
@@ -216,8 +217,7 @@ class Attachment:
                 self._begin_pass(*self._look())
             self._ran.add(block.name)
         called = Called(forward, args, kwargs)
-        kept = checkpoint_around(pack)
-        if kept is not None:
+        if (kept := checkpoint_around(pack)) is not None:
             self._leave_to_checkpoint(kept, block, called.tensors)
             return called.run()
         refuse_around(block.name, pack)

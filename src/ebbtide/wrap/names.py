@@ -207,7 +207,8 @@ def _unwrapped(value: Any) -> Iterator[types.FunctionType]:
         value = value.__func__
     elif issubclass(sort, functools.cached_property):
         value = value.func
-    seen, function = set[int](), value
+    seen: set[int] = set()
+    function: Any = value
     while issubclass(type(function), types.FunctionType) and id(function) not in seen:
         seen.add(id(function))
         if not str(function.__globals__.get("__name__")).startswith(("torch.", "ebbtide.wrap.")):

@@ -38,14 +38,12 @@ def _norm(kind: type[torch.nn.Module], call: Callable[..., torch.Tensor]) -> Rul
 
 def _group_norm(n: NodeView) -> Expr | None:
     """Rule for a group norm. Its node has its eps up to torch 2.13; later only the record of its leaf module has."""
-    record, kind = n.record, torch.nn.GroupNorm
-    if n.output_nr:
-        return None
+    record, kind, eps = n.record, torch.nn.GroupNorm, None
     if hasattr(n.node, "_saved_eps"):
         eps = n.constant("eps")
     elif record is not None and issubclass(record.kind, kind):
         eps = record.eps
-    else:
+    if n.output_nr or eps is None:
         return None
     groups = n.constant("group")
     return _normed(n, lambda x, w, b: F.group_norm(x, groups, w, b, eps), *_affine(n, kind))
