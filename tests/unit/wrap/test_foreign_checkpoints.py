@@ -457,7 +457,16 @@ class Implicit(Gated):
         return super().forward(Checkpointer.apply(self.frozen, x))
 
 
-@pytest.mark.parametrize("block", [Gated, InReentrant, InAnother, Implicit])
+class OneModule(Gated):
+    """A block that runs no other module than the one without gradients."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            gate = self.frozen(x)
+        return nn.functional.linear(x * gate, self.frozen.weight)
+
+
+@pytest.mark.parametrize("block", [Gated, OneModule, InReentrant, InAnother, Implicit])
 def test_what_runs_without_gradients_is_no_checkpoint(block: type[nn.Module], caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(*[block() for _ in range(3)])
     with ebbtide.enable_activation_offloading(model, min_bytes=0):
