@@ -250,7 +250,8 @@ def test_a_pickled_file_that_is_cut_while_it_is_loaded_is_an_error(tmp_path: Pat
 @pytest.mark.parametrize("value", [torch.ones(2, device="meta"), torch.eye(3).to_sparse()], ids=["meta", "sparse"])
 def test_a_pickled_tensor_without_a_place_is_named(tmp_path: Path, value: torch.Tensor) -> None:
     torch.save({"a": value}, tmp_path / "model.bin")
-    with pytest.raises(DataError, match="has no data for 'a'"):
+    # Since torch 2.14 reading itself looks at the indices of sparse tensors.
+    with pytest.raises(DataError, match="has no data for 'a'|its data is not allocated yet"):
         open_checkpoint(tmp_path, allow_pickle=True)
     torch.save({"a": torch.ones(2)}, tmp_path / "model.bin", _use_new_zipfile_serialization=False)
     with pytest.raises(DataError, match=r"cannot be read \(it is in the format of torch before 1\.6\)"):

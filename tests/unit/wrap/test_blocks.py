@@ -368,7 +368,7 @@ def test_adapters_inside_the_model_and_prompts_leave_blocks_their_names() -> Non
     peft = pytest.importorskip("peft")
     llama = build("llama").model
     plain = [block.name for _, block in find_blocks(llama)]
-    llama.add_adapter(peft.LoraConfig(target_modules=["q_proj"], r=2))
+    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["q_proj"], r=2), llama)
     assert [block.name for _, block in find_blocks(llama)] == plain
     tuned = peft.get_peft_model(
         build("llama").model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
