@@ -61,7 +61,8 @@ _READ = "torch.nn.attention.flex_attention.BlockMask"
 
 _VERSION, _TRAINING = map(operator.attrgetter, ("_version", "training"))
 
-_Place = tuple[str, bytes]
+_Modes = tuple[bool, ...]
+_Place = tuple[str, _Modes]
 """The path of a block, and which of its modules are in training."""
 
 _ADVANCES = "have a generator, an iterator or a file of their own, which a second forward would advance again"
@@ -99,7 +100,7 @@ class Checkpointable:
         self._states = States()
         self._planned: dict[str, bool] = {}  # path of a block → whether it is to be checkpointed, by what it saved
         self._parts: dict[str, Modules] = {}  # of blocks, by path, when the tree was last walked
-        self._modes: dict[str, bytes] = {}  # path of a block → which of its modules were in training, in its forward
+        self._modes: dict[str, _Modes] = {}  # path of a block → which of its modules were in training, in its forward
         self._inputs = WatchedInputs()
         self._looked: set[_Place] = set()  # of which a forward has been watched
         self._looks: Counter[str] = Counter()  # at what is outside of the blocks of a kind
@@ -205,7 +206,7 @@ class Checkpointable:
         Refuses a kind that can reach a generator: also if this very forward would have been checkpointed.
         """
         parts = self._parts.get(block.name)
-        modes = bytes(map(_TRAINING, module.modules() if parts is None else parts.alive()))
+        modes = tuple(map(_TRAINING, module.modules() if parts is None else parts.alive()))
         if self._modes.get(block.name) != modes:  # these tell which blocks are like it
             self._modes[block.name] = modes
             self._collectives.forget(block)

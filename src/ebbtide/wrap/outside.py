@@ -89,7 +89,7 @@ def _named(module: nn.Module) -> list[Any]:
         deep = [*deep, *inner]
     values = [value for function in functions for value in values_named_in(function)]
     found = _once((*functions, *reached.functions, *values, *deep, *owners))
-    found = [v for v in found if _can_change(v) and id(v) not in left_alone and not isinstance(v, nn.Parameter)]
+    found = [v for v in found if _can_change(v) and id(v) not in left_alone and not _is_parameter(v)]
     cells = [cell for function in (*functions, *reached.functions) for cell in function.__closure__ or ()]
     files = reached.files
     for function in functions:
@@ -108,6 +108,10 @@ def _can_change(value: Any) -> bool:
     return role(kind) in _KINDS or issubclass(kind, threading.local)
 
 
+def _is_parameter(value: Any) -> bool:
+    return issubclass(type(value), torch.Tensor) and isinstance(value, nn.Parameter)
+
+
 class _Globals:
     """What functions name in one file: a number is another object when it is counted up."""
 
@@ -121,27 +125,28 @@ class _Globals:
 
 def _inside(value: Any) -> list[Any]:
     """Return what is inside a value, one level deep."""
-    if isinstance(value, _Globals):
+    kind = type(value)  # ``isinstance`` asks the value, which raises if it is a proxy of nothing
+    if kind is _Globals:
         return value.values()
-    if isinstance(value, CellType):  # of an enclosing function: a number is another object when it is counted up
+    if kind is CellType:  # of an enclosing function: a number is another object when it is counted up
         try:
             return [value.cell_contents]
         except ValueError:  # nothing yet
             return []
-    if isinstance(value, dict):  # by the built-in methods: those of a subclass may import a package for each value
+    if issubclass(kind, dict):  # by the built-in methods: those of a subclass may import a package for each value
         return [*dict.keys(value), *dict.values(value)]
-    if isinstance(value, torch.Tensor):
+    if issubclass(kind, torch.Tensor):
         return [value]
-    base: Any = next((base for base in (list, set, deque) if isinstance(value, base)), None)
+    base: Any = next((base for base in (list, set, deque) if issubclass(kind, base)), None)
     if base is not None:
         return [*base.__iter__(value)]
-    if role(type(value)) is Role.GENERATOR:
+    if role(kind) is Role.GENERATOR:
         return [state_of(value)]
     try:
         attributes = [*value.__dict__.values()]
     except Exception:  # it has none, or is a proxy of nothing
         attributes = []
-    return [*attributes, *Slots(value, slots).copy().values()] if (slots := slots_of(type(value))) else attributes
+    return [*attributes, *Slots(value, slots).copy().values()] if (slots := slots_of(kind)) else attributes
 
 
 def _same(one: Any, other: Any) -> bool:

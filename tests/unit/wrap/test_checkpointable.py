@@ -279,6 +279,16 @@ def test_a_frozen_norm_that_is_trained_again_in_a_block_that_always_was(policy: 
     assert train(make, step, 3, policy=policy)[1].checkpointed_blocks == 3
 
 
+def test_a_part_may_call_its_mode_as_it_likes() -> None:
+    def make() -> nn.Module:
+        model = sgd(Stack(*(Composed() for _ in range(3))))
+        for number, block in enumerate(model.blocks):
+            block.part.training = ("warm-up", 300, None)[number]  # pyright: ignore[reportAttributeAccessIssue]
+        return model
+
+    check(make, squares, policies=[Changes()])
+
+
 @pytest.mark.parametrize("policy", [Changes(), "minimal"], ids=["checkpoint", "minimal"])
 def test_lazy_layers_become_others_in_the_first_forward(policy: Any) -> None:
     def make() -> nn.Module:
